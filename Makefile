@@ -1,0 +1,41 @@
+# Two commands do everything on a machine that has Python, pip and make:
+#   make reproduce   the product's main job; prints where its page is
+#   make test        the tests
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+SCALE ?= quick
+
+.PHONY: reproduce test check bench clean
+.DELETE_ON_ERROR:
+
+reproduce: .venv/installed
+	@$(BIN)/locater reproduce --scale $(SCALE)
+
+test: .venv/installed-dev
+	@$(BIN)/python -m pytest
+
+check: .venv/installed-dev
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+bench: .venv/installed-dev
+	@for file in benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+
+.venv/bin/python:
+	@$(PYTHON) -m venv .venv
+
+.venv/installed: pyproject.toml constraints.txt | .venv/bin/python
+	@echo "setting up .venv (once, a few minutes)" >&2
+	@$(INSTALL) -e '.[lab]'
+	@touch $@
+
+.venv/installed-dev: pyproject.toml constraints.txt | .venv/bin/python
+	@echo "setting up .venv for development (once, a few minutes)" >&2
+	@$(INSTALL) -e '.[dev]'
+	@touch .venv/installed $@
+
+clean:
+	@rm -rf .venv out

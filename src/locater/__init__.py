@@ -1,0 +1,69 @@
+"""Where does a transformer's attention look, is it collapsing, and how do I control it?"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from locater.core.bounds import Inequality as Inequality
+    from locater.core.bounds import collapse_bounds as collapse_bounds
+    from locater.core.bounds import entropy_lower_bound as entropy_lower_bound
+    from locater.core.gradient import QKGradient as QKGradient
+    from locater.core.gradient import qk_gradient as qk_gradient
+    from locater.core.process import TokenProcess as TokenProcess
+    from locater.core.profile import Profile as Profile
+    from locater.core.rotary import Rotary as Rotary
+    from locater.core.softmax import attention_entropy as attention_entropy
+    from locater.core.softmax import piecewise_softmax as piecewise_softmax
+    from locater.core.spectrum import QKForm as QKForm
+    from locater.core.spectrum import Spectrum as Spectrum
+    from locater.core.theory import PredictedAttention as PredictedAttention
+    from locater.core.theory import Regime as Regime
+    from locater.core.theory import classify as classify
+    from locater.core.theory import logit_moments as logit_moments
+    from locater.core.theory import logit_variance as logit_variance
+    from locater.core.theory import predicted_attention as predicted_attention
+    from locater.core.theory import propagation as propagation
+    from locater.core.theory import rho_limit as rho_limit
+    from locater.core.theory import score_moments as score_moments
+    from locater.errors import ConfigError as ConfigError
+    from locater.errors import InputError as InputError
+    from locater.errors import LocaterError as LocaterError
+    from locater.errors import MissingExtraError as MissingExtraError
+
+# torch takes a second to import and `locater --help` does not need it: names are found when used
+_HOMES = {
+    "locater.core.bounds": ("Inequality", "collapse_bounds", "entropy_lower_bound"),
+    "locater.core.gradient": ("QKGradient", "qk_gradient"),
+    "locater.core.process": ("TokenProcess",),
+    "locater.core.profile": ("Profile",),
+    "locater.core.rotary": ("Rotary",),
+    "locater.core.softmax": ("attention_entropy", "piecewise_softmax"),
+    "locater.core.spectrum": ("QKForm", "Spectrum"),
+    "locater.core.theory": (
+        "PredictedAttention",
+        "Regime",
+        "classify",
+        "logit_moments",
+        "logit_variance",
+        "predicted_attention",
+        "propagation",
+        "rho_limit",
+        "score_moments",
+    ),
+    "locater.errors": ("ConfigError", "InputError", "LocaterError", "MissingExtraError"),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+__version__ = "0.1.0"
+__all__ = sorted(_HOME_OF)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'locater' has no attribute {name!r}")
+    return getattr(import_module(_HOME_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,1 @@
+"""The mathematics: tensors in, tensors out, nothing but torch and the standard library."""

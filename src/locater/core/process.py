@@ -1,0 +1,235 @@
+"""Gaussian token processes: a kernel over time ⊗ a covariance over dimensions, around means."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from locater.core.spectrum import covariance_root
+from locater.errors import ConfigError, InputError
+
+
+@dataclass(frozen=True, eq=False)
+class TokenProcess:
+    """Tokens x_t = m_t + y_t with Gaussian y and Cov(y_s, y_t) = kernel[s, t] · covariance.
+
+    `covariance=None` is Σ = I in any number of dimensions, `mean=None` is m = 0.
+
+    >>> process = TokenProcess.random_walk(4)
+    >>> process.tokens, process.kernel[1, 3].item()
+    (4, 2.0)
+    >>> process.sample(10, model=3, generator=torch.Generator().manual_seed(0)).shape
+    torch.Size([10, 4, 3])
+    """
+
+    kernel: Float[Tensor, "tokens tokens"]
+    covariance: Float[Tensor, "model model"] | None = None
+    mean: Float[Tensor, "tokens model"] | None = None
+    explained: float | None = None
+    """Share of the samples' covariance that kernel ⊗ covariance accounts for, where estimated."""
+
+    def __post_init__(self) -> None:
+        if self.kernel.ndim != 2 or self.kernel.shape[0] < 2:
+            raise InputError(
+                f"the kernel of a process is {tuple(self.kernel.shape)}.",
+                hint="it is tokens x tokens, with at least 2 tokens to choose among.",
+            )
+        covariance_root(self.kernel.double(), what="kernel")
+        if self.kernel[-1, -1].item() <= 0:
+            raise InputError(
+                "the kernel leaves the last token without variance.",
+                hint="the last token is the query; kernel[-1, -1] must be positive.",
+            )
+        if self.covariance is not None:
+            covariance_root(self.covariance.double())
+        if self.mean is not None:
+            if self.mean.ndim != 2 or self.mean.shape[0] != self.tokens:
+                raise InputError(
+                    f"mean is {tuple(self.mean.shape)} for {self.tokens} tokens.",
+                    hint="give one mean vector per token: (tokens, model).",
+                )
+            if self.covariance is not None and self.covariance.shape[0] != self.mean.shape[1]:
+                raise InputError(
+                    f"mean has {self.mean.shape[1]} dimensions, covariance {len(self.covariance)}.",
+                    hint="both belong to the same tokens.",
+                )
+            if not bool(torch.isfinite(self.mean).all()):
+                raise InputError("mean holds NaN or infinite values.", hint="check the samples.")
+
+    @property
+    def tokens(self) -> int:
+        """T, the number of tokens; the last one asks."""
+        return self.kernel.shape[0]
+
+    @classmethod
+    def random_walk(cls, tokens: int, *, covariance: Tensor | None = None) -> TokenProcess:
+        """x_{t+1} ~ N(x_t, Σ) from the origin: Cov(x_s, x_t) = min(s, t) Σ.  Paper: Assumption 1."""
+        step = _steps(tokens)
+        return cls(torch.minimum(step[:, None], step), covariance)
+
+    @classmethod
+    def autoregressive(
+        cls, tokens: int, phi: float, *, covariance: Tensor | None = None
+    ) -> TokenProcess:
+        """Stationary AR(1) tokens: Cov(x_s, x_t) = φ^|s−t| Σ."""
+        if not -1 < phi < 1:
+            raise ConfigError(
+                f"phi must lie strictly between -1 and 1, got {phi}.",
+                hint="phi = 1 is the random walk: TokenProcess.random_walk.",
+            )
+        step = _steps(tokens)
+        return cls(torch.as_tensor(phi).double() ** (step[:, None] - step).abs(), covariance)
+
+    @classmethod
+    def independent(cls, tokens: int, *, covariance: Tensor | None = None) -> TokenProcess:
+        """Tokens that know nothing of each other: Cov(x_s, x_t) = [s = t] Σ."""
+        return cls(torch.eye(len(_steps(tokens)), dtype=torch.float64), covariance)
+
+    @classmethod
+    def from_kernel(
+        cls,
+        kernel: Float[Tensor, "tokens tokens"],
+        *,
+        covariance: Tensor | None = None,
+        mean: Tensor | None = None,
+    ) -> TokenProcess:
+        """Take any positive definite kernel."""
+        return cls(kernel, covariance, mean)
+
+    @classmethod
+    def from_samples(
+        cls,
+        samples: Float[Tensor, "samples tokens model"],
+        *,
+        covariance: Float[Tensor, "model model"] | None = None,
+        centered: bool = True,
+        rounds: int = 20,
+    ) -> TokenProcess:
+        """Fit means, kernel and covariance to sequences, by alternating least squares.
+
+        K ⊗ Σ is the nearest Kronecker product to the samples' covariance, which is never formed;
+        the kernel's trace is `tokens`, so Σ is the covariance of an average token.  A given
+        `covariance` is kept, and `centered=False` takes the means to be zero.
+
+        >>> walks = TokenProcess.random_walk(3).sample(
+        ...     4000, model=8, generator=torch.Generator().manual_seed(0)
+        ... )
+        >>> fitted = TokenProcess.from_samples(walks)
+        >>> (fitted.kernel[0, 2] / fitted.kernel[0, 0]).round(decimals=1).item()
+        1.0
+        """
+        samples = samples.double()
+        if samples.ndim != 3 or samples.shape[0] < 2:
+            raise InputError(
+                f"samples are {tuple(samples.shape)}.",
+                hint="give (samples, tokens, model) with at least 2 samples, better thousands.",
+            )
+        if not bool(torch.isfinite(samples).all()):
+            raise InputError(
+                "samples hold NaN or infinite values.", hint="leave padded sequences out."
+            )
+        count, tokens, model = samples.shape
+        mean = samples.mean(0) if centered else None
+        spread = samples - mean if mean is not None else samples
+        freedom = count - 1 if centered else count
+        total = spread.square().sum().item()
+        if total == 0:
+            raise InputError("all samples are equal.", hint="there is no covariance to estimate.")
+        flat = spread.flatten(0, 1)
+        sigma = flat.mT @ flat / (freedom * tokens) if covariance is None else covariance.double()
+        kernel = torch.eye(tokens, dtype=torch.float64, device=samples.device)
+        for _ in range(rounds):
+            previous = kernel
+            weighted = (flat @ sigma).view_as(spread)
+            kernel = torch.einsum("nsm,ntm->st", weighted, spread) / freedom
+            kernel = (kernel + kernel.mT) / (2 * sigma.square().sum())
+            if covariance is None:
+                kernel = kernel * (tokens / kernel.trace())
+                mixed = torch.einsum("st,ntm->nsm", kernel, spread).flatten(0, 1)
+                sigma = mixed.mT @ flat / (freedom * kernel.square().sum())
+                sigma = (sigma + sigma.mT) / 2
+            if torch.allclose(kernel, previous, rtol=1e-8, atol=1e-10 * float(kernel.abs().amax())):
+                break
+        explained = _explained(spread, kernel, sigma, freedom)
+        return cls(_clipped(kernel), _clipped(sigma), mean, explained)
+
+    def truncate(self, tokens: int) -> TokenProcess:
+        """The process of the first tokens: what a query at that position sees under a causal mask."""
+        if not 2 <= tokens <= self.tokens:
+            raise ConfigError(
+                f"cannot keep {tokens} of {self.tokens} tokens.", hint="keep at least 2 of them."
+            )
+        mean = None if self.mean is None else self.mean[:tokens]
+        return replace(self, kernel=self.kernel[:tokens, :tokens], mean=mean)
+
+    def sample(
+        self, count: int, *, model: int | None = None, generator: torch.Generator | None = None
+    ) -> Float[Tensor, "count tokens model"]:
+        """Draw token sequences, in float64 and on the kernel's device."""
+        known = self.covariance if self.covariance is not None else self.mean
+        model = model if known is None else known.shape[-1]
+        if model is None or count < 1:
+            raise ConfigError(
+                f"cannot draw {count} sequences in {model} dimensions.",
+                hint="give count >= 1, and model= for a process without a covariance.",
+            )
+        noise = torch.randn(
+            count,
+            self.tokens,
+            model,
+            generator=generator,
+            dtype=torch.float64,
+            device=self.kernel.device,
+        )
+        tokens = covariance_root(self.kernel.double(), what="kernel") @ noise
+        if self.covariance is not None:
+            tokens = tokens @ covariance_root(self.covariance.double()).mT
+        return tokens if self.mean is None else tokens + self.mean.double()
+
+
+def centered_kernel(
+    kernel: Float[Tensor, "tokens tokens"],
+) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
+    """u_i = Σ_j γ_j K[j, T] and q_i = γᵀ K γ, with γ = e_i/T − 1/T² (Section 2)."""
+    tokens, row = kernel.shape[0], kernel.mean(1)
+    cross = (kernel[:, -1] - row[-1]) / tokens
+    spread = (kernel.diagonal() - 2 * row + row.mean()) / tokens**2
+    return cross, spread.clamp_min(0)
+
+
+def _steps(tokens: int) -> Float[Tensor, " tokens"]:
+    if tokens < 2:
+        raise ConfigError(
+            f"a process needs at least 2 tokens, got {tokens}.",
+            hint="with one token attention has nothing to choose.",
+        )
+    return torch.arange(1, tokens + 1, dtype=torch.float64)
+
+
+def _clipped(matrix: Float[Tensor, "size size"]) -> Float[Tensor, "size size"]:
+    """Without the small negative eigenvalues that least squares may leave."""
+    values, vectors = torch.linalg.eigh(matrix)
+    return matrix if values[0] >= 0 else (vectors * values.clamp_min(0)) @ vectors.mT
+
+
+def _explained(
+    spread: Float[Tensor, "samples tokens model"],
+    kernel: Float[Tensor, "tokens tokens"],
+    sigma: Float[Tensor, "model model"],
+    freedom: int,
+) -> float:
+    """⟨C, K⊗Σ⟩² / (‖C‖² ‖K⊗Σ‖²); ‖C‖² without the noise that finitely many samples add to it."""
+    count = spread.shape[0]
+    flat = spread.flatten(1)
+    squares = torch.zeros((), dtype=torch.float64, device=flat.device)
+    for block in flat.split(1024):
+        squares += (block @ flat.mT).square().sum()
+    own = flat.square().sum(1).square().sum()
+    pairs = (squares - own).clamp_min(torch.finfo(torch.float64).tiny)
+    norm = pairs / (count * (count - 1)) * (count / freedom) ** 2
+    product = torch.einsum("nsm,ntm->st", (spread @ sigma), spread).mul(kernel).sum() / freedom
+    model_norm = kernel.square().sum() * sigma.square().sum()
+    return min(1.0, (product.square() / (norm * model_norm)).item())

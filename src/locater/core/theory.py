@@ -1,0 +1,321 @@
+"""Where attention looks, in theory: moments of the score (Lemma 1), ρ (Eq. 6), regimes (Lemma 2)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from locater.core.process import TokenProcess
+from locater.core.profile import Profile
+from locater.core.quadratic import QuadraticLaw
+from locater.core.score import HeadMoments, symmetric_law
+from locater.core.softmax import attention_entropy
+from locater.core.spectrum import QKForm
+from locater.errors import ConfigError, InputError
+
+Lemma1 = Literal["corrected", "as_printed"]
+Method = Literal["exact", "gaussian", "saddlepoint", "as_printed"]
+LogitLaw = Literal["gaussian", "exact"]
+RegimeName = Literal["late", "middle", "early", "uniform", "vanishing", "scattered"]
+
+_HEADS_AT_ONCE = 8_000_000
+"""Numbers of the position-wise matrices that `propagation` holds at once."""
+
+
+def logit_variance(
+    theta: Float[Tensor, "*shape"], *, tokens: float = math.inf, lemma1: Lemma1 = "corrected"
+) -> Float[Tensor, "*shape"]:
+    """Variance of the linearized softmax argument at θ, in units of tr(W²)/λ²; exact for every T.
+
+    For symmetric W_QK and the random walk.
+    Paper: Lemma 1 (T → ∞).  Erratum E7: printed as 2θ² + 7/12; the limit is 2θ² − 2θ + 7/12.
+
+    >>> logit_variance(torch.tensor(0.5)).item() * 12
+    1.0...
+    """
+    _check_choice("lemma1", lemma1, get_args(Lemma1))
+    if lemma1 == "as_printed":
+        return 2 * theta**2 + 7 / 12
+    step = 1 / tokens
+    spread = theta**2 - theta * (1 + step) + (1 + step) * (2 + step) / 6
+    return spread + (theta - (1 + step) / 2) ** 2
+
+
+def logit_mean(
+    theta: Float[Tensor, "*shape"], *, xi: float, eta: float, tokens: float = math.inf
+) -> Float[Tensor, "*shape"]:
+    """Mean of the linearized softmax argument at θ for the random walk, exact for every T.
+
+    Paper: Lemma 1.  Erratum E8: the γ₀ = 1/T that the paper drops moves ρ by up to 0.86.
+    """
+    step = 1 / tokens
+    return step + (theta - (1 + step) / 2) * xi * eta
+
+
+def rho_limit(
+    theta: Float[Tensor, "*shape"],
+    *,
+    xi: float,
+    eta: float,
+    lemma1: Lemma1 = "corrected",
+    tokens: float = math.inf,
+) -> Float[Tensor, "*shape"]:
+    """ρ(θ) of a Gaussian score, as a function of ξ and η alone; the limit T → ∞ by default.
+
+    Paper: Eq. 6, with Lemma 1's variance `corrected` (E7) or `as_printed`.  A finite `tokens` puts
+    the exact finite-T mean and variance in place of their limits.
+
+    >>> rho_limit(torch.tensor([0.6]).double(), xi=5.0, eta=0.5)
+    tensor([0.9401], dtype=torch.float64)
+    """
+    if not (math.isfinite(xi) and eta > 0):
+        raise ConfigError(
+            f"Eq. 6 needs a finite xi and a positive eta, got xi = {xi}, eta = {eta}.",
+            hint="xi = tr(W)/sqrt(tr(W^2)), eta = sqrt(tr(W^2))/temperature.",
+        )
+    if lemma1 == "as_printed":
+        tokens = math.inf
+    deviation = eta * logit_variance(theta, tokens=tokens, lemma1=lemma1).sqrt()
+    return _normal_between(logit_mean(theta, xi=xi, eta=eta, tokens=tokens), deviation)
+
+
+def rho_limit_slope(
+    theta: Float[Tensor, "*shape"], *, xi: float, eta: float, lemma1: Lemma1 = "corrected"
+) -> Float[Tensor, "*shape"]:
+    """ρ′(θ) of Eq. 6 in the limit.
+
+    Paper: proof of Lemma 2.3.  Erratum E15: both printed numerators are wrong, and so is the claim
+    that ρ′ vanishes with ξ (E14).
+    """
+    below, offset = theta - 0.5, 1 / eta
+    variance = 2 * logit_variance(theta, lemma1=lemma1)
+    first = torch.exp(-((below * xi) ** 2) / variance)
+    second = torch.exp(-((below * xi - offset) ** 2) / variance)
+    if lemma1 == "as_printed":
+        bend, pull = (2 * theta + 7 / 6) * xi, 4 * theta * offset
+    else:
+        bend, pull = torch.full_like(theta, xi / 6), 4 * below * offset
+    return (bend * first - (bend + pull) * second) / (math.sqrt(math.pi) * variance**1.5)
+
+
+def logit_moments(
+    form: QKForm, process: TokenProcess
+) -> tuple[Float[Tensor, "*heads tokens"], Float[Tensor, "*heads tokens tokens"]]:
+    """Exact mean and covariance of the last token's logits ω over all keys, 1/λ included.
+
+    >>> mean, covariance = logit_moments(
+    ...     QKForm.from_eigenvalues(torch.ones(2), temperature=1.0), TokenProcess.random_walk(3)
+    ... )
+    >>> mean
+    tensor([2., 4., 6.], dtype=torch.float64)
+    """
+    return HeadMoments.of(form, process).logits()
+
+
+def score_moments(
+    form: QKForm, process: TokenProcess
+) -> tuple[Float[Tensor, "*heads tokens"], Float[Tensor, "*heads tokens"]]:
+    """Mean and variance of ⟨γⁱ, ω⟩ + γ₀ⁱ at every position, exact at finite T for any form.
+
+    Differentiable in the form's factors and the process' kernel, covariance and means.
+    Paper: Lemma 1 (symmetric W_QK, random walk, T → ∞).  Errata E7, E8, E9.
+
+    >>> form = QKForm.from_eigenvalues(torch.tensor([1.0, 0.5, 0.25, -0.25]), temperature=2.0)
+    >>> mean, variance = score_moments(form, TokenProcess.random_walk(8))
+    >>> mean[0].item(), variance[0].item()
+    (-0.203125, 0.1597900390625)
+    """
+    return HeadMoments.of(form, process).score().moments()
+
+
+def propagation(form: QKForm, process: TokenProcess, *, method: Method = "exact") -> Profile:
+    """ρ_i, the probability that token i's gate is open, at every position of every head.
+
+    `exact` inverts the law of the score itself, to about 12 digits for every rank; `gaussian` uses
+    its exact mean and variance, and is differentiable; `saddlepoint` is Lugannani and Rice's;
+    `as_printed` is the paper's Eq. 6 with Lemma 1 as printed, on the symmetrized form.
+    Paper: Definition 1, Eq. 6.
+
+    >>> form = QKForm.from_eigenvalues(torch.ones(1), temperature=1.0)
+    >>> propagation(form, TokenProcess.random_walk(8)).rho[[0, 4, 7]]
+    tensor([0.4389, 0.8110, 0.8096], dtype=torch.float64)
+    """
+    _check_choice("method", method, get_args(Method))
+    device = form.query.device
+    theta = torch.arange(1, process.tokens + 1, dtype=torch.float64, device=device) / process.tokens
+    if method == "gaussian":
+        mean, variance = score_moments(form, process)
+        rho = _normal_between(mean, variance.clamp_min(0).sqrt())
+    elif method == "as_printed":
+        spectrum = form.spectrum(process.covariance)
+        scale = (spectrum.trace_of_square + spectrum.frobenius_squared).clamp_min(0) / 2
+        mean = (theta - 0.5) * spectrum.r[..., None]
+        variance = logit_variance(theta, lemma1="as_printed") * scale[..., None]
+        rho = _normal_between(mean, variance.sqrt() / form.temperature)
+    else:
+        rows = [
+            law.between(0.0, 1.0) if method == "exact" else law.saddlepoint_between(0.0, 1.0)
+            for law in _laws(form, process)
+        ]
+        rho = torch.cat(rows).view(*form.query.shape[:-2], process.tokens)
+    return Profile(theta=theta, rho=rho, label=method)
+
+
+@dataclass(frozen=True, eq=False)
+class PredictedAttention:
+    """Mean attention by position and its mean entropy, each with its sampling error."""
+
+    attention: Float[Tensor, "*heads tokens"]
+    attention_error: Float[Tensor, "*heads tokens"]
+    entropy: Float[Tensor, "*heads"]
+    entropy_error: Float[Tensor, "*heads"]
+
+
+def predicted_attention(
+    form: QKForm,
+    process: TokenProcess,
+    *,
+    law: LogitLaw = "gaussian",
+    draws: int = 2000,
+    generator: torch.Generator | None = None,
+) -> PredictedAttention:
+    """Where the last token looks and how sharply, without running a model.
+
+    `gaussian` draws rows of logits from the Gaussian with their exact mean and covariance; `exact`
+    draws them from their own law, head·tokens numbers a row instead of tokens.  Without a
+    `generator` the draws are the same at every call.
+
+    >>> form = QKForm.from_eigenvalues(torch.zeros(2), temperature=1.0)
+    >>> predicted_attention(form, TokenProcess.random_walk(4)).entropy
+    tensor(1.3863, dtype=torch.float64)
+    """
+    _check_choice("law", law, get_args(LogitLaw))
+    if draws < 2:
+        raise ConfigError(f"draws must be 2 or more, got {draws}.", hint="2000 is usual.")
+    moments = HeadMoments.of(form, process)
+    mean, covariance = moments.logits()
+    if generator is None:
+        generator = torch.Generator(mean.device).manual_seed(0)
+    values, vectors = torch.linalg.eigh(covariance)
+    root = vectors * values.clamp_min(0).sqrt()[..., None, :]
+    numbers = mean.numel() * (2 * form.query.shape[-2] if law == "exact" else 1)
+    block = max(1, min(draws, 4_000_000 // numbers))
+    sums = [torch.zeros_like(part) for part in (mean, mean, mean[..., 0], mean[..., 0])]
+    for start in range(0, draws, block):
+        count = min(block, draws - start)
+        if law == "exact":
+            logits = moments.sample_logits(count, generator)
+        else:
+            size = (count, *mean.shape)
+            noise = torch.randn(size, generator=generator, dtype=mean.dtype, device=mean.device)
+            logits = mean + (root @ noise[..., None])[..., 0]
+        attention = torch.softmax(logits, -1)
+        entropy = attention_entropy(attention)
+        parts = (attention, attention.square(), entropy, entropy.square())
+        sums = [total + part.sum(0) for total, part in zip(sums, parts, strict=True)]
+    attention, attention_square, entropy, entropy_square = (total / draws for total in sums)
+    return PredictedAttention(
+        attention,
+        ((attention_square - attention.square()).clamp_min(0) / (draws - 1)).sqrt(),
+        entropy,
+        ((entropy_square - entropy.square()).clamp_min(0) / (draws - 1)).sqrt(),
+    )
+
+
+_REGIMES: tuple[RegimeName, ...] = get_args(RegimeName)
+
+
+@dataclass(frozen=True, eq=False)
+class Regime:
+    """Which tokens a head lets through, and what that is called.
+
+    A token is *on* when its ρ is at least half of the largest ρ.  `uniform`: all are on.  `late`,
+    `early`, `middle`: the tokens that are on form one run that reaches the last token, the first,
+    or neither.  `scattered`: they do not form such a run.  `vanishing`: the largest ρ is below 0.1.
+    """
+
+    r: Float[Tensor, "*heads"]
+    """tr(W)/λ; under the random walk all tokens are on below 2/(T − 1), and |r| > 2 localizes."""
+    index: Int[Tensor, "*heads"]
+    count: Int[Tensor, "*heads"]
+    """How many tokens are on."""
+    first: Int[Tensor, "*heads"]
+    """Position of the first token that is on, counted from 1."""
+    last: Int[Tensor, "*heads"]
+    profile: Profile
+
+    @property
+    def names(self) -> list[RegimeName]:
+        """One name per head, stacks flattened."""
+        return [_REGIMES[index] for index in self.index.flatten().tolist()]
+
+    @property
+    def name(self) -> RegimeName:
+        """The name of a single head's regime."""
+        if self.index.numel() != 1:
+            raise InputError(
+                f"this regime describes {self.index.numel()} heads.", hint="use .names instead."
+            )
+        return self.names[0]
+
+
+def classify(form: QKForm, process: TokenProcess, *, method: Method = "exact") -> Regime:
+    """Name the regime of every head at finite T, from ρ itself.
+
+    Paper: Lemma 2, restated: its indicators are read off ρ_i, so that the boundary points (E13), the
+    missing 1/T (E8) and the false uniformity claim (E14) do no harm.
+
+    >>> form = QKForm.from_xi_eta(10.0, 0.5, dim=128)
+    >>> regime = classify(form, TokenProcess.random_walk(64))
+    >>> regime.name, regime.count.item()
+    ('middle', 13)
+    """
+    profile = propagation(form, process, method=method)
+    rho, tokens = profile.rho, process.tokens
+    is_on = rho >= profile.peak[..., None] / 2
+    count = is_on.sum(-1)
+    first = is_on.int().argmax(-1) + 1
+    last = tokens - is_on.flip(-1).int().argmax(-1)
+    index = torch.full_like(count, _REGIMES.index("middle"))
+    index[last == tokens] = _REGIMES.index("late")
+    index[first == 1] = _REGIMES.index("early")
+    index[count < last - first + 1] = _REGIMES.index("scattered")
+    index[count == tokens] = _REGIMES.index("uniform")
+    index[profile.peak < 0.1] = _REGIMES.index("vanishing")
+    r = form.spectrum(process.covariance).r
+    return Regime(r, index, count, first, last, profile)
+
+
+def _laws(form: QKForm, process: TokenProcess) -> Iterator[QuadraticLaw]:
+    """The laws of all scores, a bounded number of heads at a time, in the order of the heads."""
+    extras = (process.mean, form.query_bias, form.rotary, form.distance_bias)
+    if form.is_symmetric and all(extra is None for extra in extras):
+        yield symmetric_law(form, process)
+        return
+    moments = HeadMoments.of(form, process).flat()
+    heads, size = moments.key_gram.shape[0], 2 * moments.key_gram.shape[-1]
+    some = max(1, _HEADS_AT_ONCE // (process.tokens * size**2))
+    for start in range(0, heads, some):
+        yield moments.heads(slice(start, start + some)).score().law()
+
+
+def _normal_between(
+    mean: Float[Tensor, "*shape"], deviation: Float[Tensor, "*shape"]
+) -> Float[Tensor, "*shape"]:
+    """P(0 ≤ N(mean, deviation²) ≤ 1), without cancellation in either tail."""
+    # on the side of ½ where both arguments are large and negative, ndtr keeps its digits
+    mean = torch.where(mean > 0.5, 1 - mean, mean)
+    return torch.special.ndtr(mean / deviation) - torch.special.ndtr((mean - 1) / deviation)
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(
+            f"unknown {name} {value!r}.", hint="choose one of: " + ", ".join(choices) + "."
+        )
