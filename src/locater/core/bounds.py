@@ -22,10 +22,10 @@ def entropy_lower_bound(
 ) -> Float[Tensor, "*batch"]:
     """The least entropy of a softmax over `tokens` logits whose Euclidean norm is at most `norm`.
 
-    The bound is attained, and falls from ln T to 0.  `norm` includes the 1/λ; the tightest choice is
-    the norm of the centered logits.
-    Paper: Eq. 9 (Zhai et al. 2023, Theorem 3.1).  Errata E20, E21: printed with e^(−ν/2) it exceeds
-    ln T, and its peak (Fig. 4) is an artefact.
+    The bound is attained, and falls from ln T to 0.  `norm` includes the 1/λ; the tightest choice
+    is the norm of the centered logits.
+    Paper: Eq. 9 (Zhai et al. 2023, Theorem 3.1).  Errata E20, E21: printed with e^(−ν/2) it
+    exceeds ln T, and its peak (Fig. 4) is an artefact.
 
     >>> entropy_lower_bound(2.0, 64).item()
     4.0410...

@@ -66,7 +66,10 @@ class TokenProcess:
 
     @classmethod
     def random_walk(cls, tokens: int, *, covariance: Tensor | None = None) -> TokenProcess:
-        """x_{t+1} ~ N(x_t, Σ) from the origin: Cov(x_s, x_t) = min(s, t) Σ.  Paper: Assumption 1."""
+        """x_{t+1} ~ N(x_t, Σ) from the origin, so Cov(x_s, x_t) = min(s, t) Σ.
+
+        Paper: Assumption 1.
+        """
         step = _steps(tokens)
         return cls(torch.minimum(step[:, None], step), covariance)
 
@@ -131,7 +134,7 @@ class TokenProcess:
             raise InputError(
                 "samples hold NaN or infinite values.", hint="leave padded sequences out."
             )
-        count, tokens, model = samples.shape
+        count, tokens, _ = samples.shape
         mean = samples.mean(0) if centered else None
         spread = samples - mean if mean is not None else samples
         freedom = count - 1 if centered else count
@@ -157,7 +160,7 @@ class TokenProcess:
         return cls(_clipped(kernel), _clipped(sigma), mean, explained)
 
     def truncate(self, tokens: int) -> TokenProcess:
-        """The process of the first tokens: what a query at that position sees under a causal mask."""
+        """The process of the first tokens: what a query there sees under a causal mask."""
         if not 2 <= tokens <= self.tokens:
             raise ConfigError(
                 f"cannot keep {tokens} of {self.tokens} tokens.", hint="keep at least 2 of them."

@@ -99,7 +99,7 @@ class QuadraticLaw:
         return QuadraticLaw(sign * self.constant, sign[:, None] * self.weights, self.linear)
 
     def saddlepoint_between(self, low: float, high: float) -> Float[Tensor, " rows"]:
-        """Lugannani and Rice's approximation of P(low ≤ Y ≤ high): one Newton solve, no integral."""
+        """Approximate P(low ≤ Y ≤ high) after Lugannani and Rice: a Newton solve, no integral."""
         return (self._saddlepoint_tail(low) - self._saddlepoint_tail(high)).clamp(0, 1)
 
     def _rows(self, rows: Tensor | slice) -> QuadraticLaw:
@@ -190,7 +190,7 @@ def _positive(law: QuadraticLaw, floor: Float[Tensor, " rows"]) -> Float[Tensor,
 
 
 class _Contour:
-    """The integrand exp(K(s) − log s − value) ds along s = saddle + width (bend (cosh v − 1) + i sinh v).
+    """exp(K(s) − log s − value) ds along s = saddle + width (bend (cosh v − 1) + i sinh v).
 
     Factors 1 − 2ws are multiplied in pairs, so that one arc tangent and an eighth of a logarithm
     serve two weights: these calls are what the whole inversion costs.

@@ -52,15 +52,15 @@ class Rotary:
         steps = torch.arange(0, dimensions, 2, dtype=torch.float64)
         return cls(base ** (-steps / dimensions), layout)
 
-    def phases(self, position: Tensor) -> Complex[Tensor, "*positions pairs+1"]:
+    def phases(self, position: Tensor) -> Complex[Tensor, "*positions phases"]:
         """e^{i·position·frequency}; the last entry belongs to the dimensions that never turn."""
         angle = position[..., None] * torch.nn.functional.pad(self.frequencies, (0, 1))
         return torch.polar(torch.ones_like(angle), angle)
 
     def turn(
-        self, vectors: Float[Tensor, "*batch head"], phases: Complex[Tensor, "*turns pairs+1"]
+        self, vectors: Float[Tensor, "*batch head"], phases: Complex[Tensor, "*turns phases"]
     ) -> Float[Tensor, "*result head"]:
-        """Multiply each pair of coordinates by its phase, the rest by the last phase's real part."""
+        """Multiply each pair of coordinates by its phase, the others by the last phase."""
         pairs = self.frequencies.shape[0]
         turned, rest = vectors[..., : 2 * pairs], vectors[..., 2 * pairs :]
         if self.layout == "half":

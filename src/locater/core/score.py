@@ -1,16 +1,17 @@
 """The linearized softmax argument of a Gaussian token process, as a product of Gaussian vectors.
 
-The score of position i is Y_i = ⟨γⁱ, ω⟩ + γ₀ⁱ with γⁱ = e_i/T − 1/T² and logits ω_j = k_j·q/λ.  The keys
-enter it only through b_i = Σ_j γⁱ_j k_j, so Y_i = 1/T + b_i·q/λ, and (b_i, q) is jointly Gaussian in
-2·head dimensions whatever the kernel, the means, the biases and the rotations are (a rotated key is a
-linear image of its token).  Hence every moment of the score and, after one eigendecomposition, its whole
-law.  No model × model product of factors is ever formed.
+The score of position i is Y_i = ⟨γⁱ, ω⟩ + γ₀ⁱ with γⁱ = e_i/T − 1/T² and logits ω_j = k_j·q/λ.  The
+keys enter it only through b_i = Σ_j γⁱ_j k_j, so Y_i = 1/T + b_i·q/λ, and (b_i, q) is jointly
+Gaussian in 2·head dimensions whatever the kernel, the means, the biases and the rotations are (a
+rotated key is a linear image of its token).  Hence every moment of the score and, after one
+eigendecomposition, its whole law.  No model × model product of factors is ever formed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -27,7 +28,8 @@ from locater.errors import InputError
 class HeadMoments:
     """First and second moments of one query and all keys of a stack of heads, in float64.
 
-    Cov(k_s, k_t) = kernel[s, t] · key_gram, Cov(k_s, q) = kernel[s, T] · cross_gram, before rotation.
+    Cov(k_s, k_t) = kernel[s, t] · key_gram and Cov(k_s, q) = kernel[s, T] · cross_gram before any
+    rotation.
     """
 
     kernel: Float[Tensor, "tokens tokens"]
@@ -116,8 +118,9 @@ class HeadMoments:
 
     def _mapped(self, function: Callable[[Tensor], Tensor]) -> HeadMoments:
         names = ("query_gram", "key_gram", "cross_gram", "query_mean", "key_mean", "shift")
-        parts = ((name, getattr(self, name)) for name in names)
-        return replace(self, **{name: function(part) for name, part in parts if part is not None})
+        parts: dict[str, Any] = {name: getattr(self, name) for name in names}
+        mapped = {name: function(part) for name, part in parts.items() if part is not None}
+        return replace(self, **mapped)  # type: ignore[arg-type]
 
     def flat(self) -> HeadMoments:
         """The same heads along a single axis."""
@@ -158,7 +161,7 @@ class HeadMoments:
     def sample_logits(
         self, draws: int, generator: torch.Generator
     ) -> Float[Tensor, "draws *heads tokens"]:
-        """Draw rows of logits from their true law, which is that of products of Gaussian vectors."""
+        """Draw rows of logits from their true law: products of Gaussian vectors."""
         joint = torch.cat(
             (
                 torch.cat((self.key_gram, self.cross_gram), -1),
@@ -258,7 +261,7 @@ class Score:
         return self._law()
 
     def _law_by_kernel(self) -> QuadraticLaw:
-        """Without means, positions with equal |u| and q have the same weights, up to the sign of u."""
+        """Without means, positions with equal |u| and q share their weights, up to u's sign."""
         scales = torch.stack((self.cross_scale.abs(), self.key_scale))
         rounded = (scales / scales.amax(-1, keepdim=True).clamp_min(1e-300)).round(decimals=13)
         _, group = torch.unique(rounded, dim=-1, return_inverse=True)

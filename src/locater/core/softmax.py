@@ -41,8 +41,8 @@ def propagates(logits: Float[Tensor, "*batch tokens"]) -> Bool[Tensor, "*batch t
 
     Paper: Definition 1; ρ_i is the probability of this event.
 
-    >>> propagates(torch.tensor([4.0, 0.0, 0.0, 0.0]))
-    tensor([ True,  True,  True,  True])
+    >>> propagates(torch.tensor([4.0, 2.0, 0.0, -2.0]))
+    tensor([ True,  True,  True, False])
     """
     score = linearized_softmax(logits)
     return (score >= 0) & (score <= 1)

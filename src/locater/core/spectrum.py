@@ -160,7 +160,7 @@ class QKForm:
         return torch.einsum("...hm,...hm->...", self.query, self.key)
 
     def trace_of_square(self) -> Float[Tensor, "*heads"]:
-        """tr(W_QK²), the sum of the squared eigenvalues; negative when they are mostly imaginary."""
+        """tr(W_QK²), the sum of squared eigenvalues; negative when they are mostly imaginary."""
         cross = self.query @ self.key.mT
         return (cross * cross.mT).sum((-2, -1))
 
@@ -245,7 +245,7 @@ class Spectrum:
 
     @property
     def dispersion(self) -> Float[Tensor, "*heads"]:
-        """rank ‖S‖²_F − tr(W)², zero only for a multiple of a projector; rank² × Eq. 8 if symmetric."""
+        """rank ‖S‖²_F − tr(W)²: zero only for a multiple of a projector."""
         return self.form.rank * self.frobenius_squared - self.trace.square()
 
     @property

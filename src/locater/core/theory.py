@@ -1,4 +1,4 @@
-"""Where attention looks, in theory: moments of the score (Lemma 1), ρ (Eq. 6), regimes (Lemma 2)."""
+"""Where attention looks, in theory: moments (Lemma 1), ρ (Eq. 6) and regimes (Lemma 2)."""
 
 from __future__ import annotations
 
@@ -268,8 +268,8 @@ class Regime:
 def classify(form: QKForm, process: TokenProcess, *, method: Method = "exact") -> Regime:
     """Name the regime of every head at finite T, from ρ itself.
 
-    Paper: Lemma 2, restated: its indicators are read off ρ_i, so that the boundary points (E13), the
-    missing 1/T (E8) and the false uniformity claim (E14) do no harm.
+    Paper: Lemma 2, restated: its indicators are read off ρ_i, so that the boundary points (E13),
+    the missing 1/T (E8) and the false uniformity claim (E14) do no harm.
 
     >>> form = QKForm.from_xi_eta(10.0, 0.5, dim=128)
     >>> regime = classify(form, TokenProcess.random_walk(64))
