@@ -22,7 +22,10 @@ class Rotary:
     (GPT-J); dimensions past 2n stay as they are (partial rotary).
 
     >>> rotary = Rotary(torch.tensor([torch.pi / 2]))
-    >>> rotary.turn(torch.tensor([1.0, 0.0]), rotary.phases(torch.tensor(1))).round(decimals=4) + 0.0
+    >>> (
+    ...     rotary.turn(torch.tensor([1.0, 0.0]), rotary.phases(torch.tensor(1))).round(decimals=4)
+    ...     + 0.0
+    ... )
     tensor([0., 1.])
     """
 

@@ -189,15 +189,17 @@ class HeadMoments:
         key_mean = None if self.key_mean is None else _centered(self.key_mean, -2)
         if self.rotary is None:
             cross, spread = centered_kernel(kernel)
+            # the query's own variance K[T, T] is moved to the keys: the product does not change
+            last = kernel[-1, -1]
             return Score(
                 base,
-                key_mean,
-                self.query_mean,
-                spread,
+                None if key_mean is None else key_mean * last.sqrt(),
+                None if self.query_mean is None else self.query_mean / last.sqrt(),
+                spread * last,
                 self.key_gram[..., None, :, :],
                 cross,
                 self.cross_gram[..., None, :, :],
-                kernel[-1, -1] * self.query_gram,
+                self.query_gram,
                 self.temperature,
             )
         phases = self.phases
@@ -266,16 +268,46 @@ class Score:
         rounded = (scales / scales.amax(-1, keepdim=True).clamp_min(1e-300)).round(decimals=13)
         _, group = torch.unique(rounded, dim=-1, return_inverse=True)
         first = torch.stack([(group == k).nonzero()[0, 0] for k in range(int(group.max()) + 1)])
-        distinct = replace(
-            self,
-            base=self.base[..., first],
-            key_scale=scales[1][first],
-            cross_scale=scales[0][first],
-        )
-        weights = distinct._law().weights.unflatten(0, (-1, len(first)))[:, group]
-        weights = weights * torch.where(self.cross_scale < 0, -1.0, 1.0)[:, None]
+        cross, key = scales[:, first]
+        distinct = replace(self, base=self.base[..., first], key_scale=key, cross_scale=cross)
+        middle = distinct._middle_by_columns()
+        if middle is None:
+            weights = distinct._law().weights.unflatten(0, (-1, len(first)))
+        else:
+            weights = torch.linalg.eigvalsh(middle).flatten(0, -3)
+        weights = weights[:, group] * torch.where(self.cross_scale < 0, -1.0, 1.0)[:, None]
         constant = self.base.expand(*self.query_covariance.shape[:-2], len(group))
         return QuadraticLaw(constant.flatten(), weights.flatten(0, 1))
+
+    def _middle_by_columns(self) -> Float[Tensor, "*heads positions size size"] | None:
+        """The symmetric matrix of b·q/λ from one factorization per head; None near singularity.
+
+        With (q, k) = (L z, P z + …) for a token's own query and key and G_kk = F Fᵀ, the part of b
+        that knows nothing of q is F V √(key_scale − u²ρ) g, where V ρ Vᵀ = F⁻¹ P Pᵀ F⁻ᵀ: a position
+        only scales its columns.
+        """
+        key_gram, cross_gram = (
+            part[..., 0, :, :] for part in (self.key_covariance, self.cross_covariance)
+        )
+        query, failed = torch.linalg.cholesky_ex(self.query_covariance)
+        key, key_failed = torch.linalg.cholesky_ex(key_gram)
+        # dividing by L costs as many digits as L is ill-conditioned
+        size = torch.cat((query, key), -1).unflatten(-1, (2, -1)).diagonal(dim1=-3, dim2=-1)
+        singular = (failed > 0) | (key_failed > 0) | (size.amin(-1) < 1e-4 * size.amax(-1)).any(-1)
+        if bool(singular.any()):
+            return None
+        shared = torch.linalg.solve_triangular(query, cross_gram.mT, upper=False).mT
+        inner = torch.linalg.solve_triangular(key, shared, upper=False)
+        basis, share, _ = torch.linalg.svd(inner)
+        u = self.cross_scale[:, None]
+        free = (self.key_scale[:, None] - u.square() * share[..., None, :].square()).clamp_min(0)
+        side = (query.mT @ key @ basis)[..., None, :, :] * (free.sqrt() / 2)[..., None, :]
+        core = shared.mT @ query
+        core = u[..., None] * (core + core.mT)[..., None, :, :] / 2
+        middle = torch.cat(
+            (torch.cat((core, side), -1), torch.cat((side.mT, torch.zeros_like(core)), -1)), -2
+        )
+        return middle / self.temperature
 
     def _law(self) -> QuadraticLaw:
         shape = torch.broadcast_shapes(
