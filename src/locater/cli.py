@@ -1,0 +1,194 @@
+"""The command line: parse, call one library function, print."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from locater.errors import LocaterError
+
+Config = TypeVar("Config")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TheoryConfig:
+    """Where attention looks for one eigenspectrum: ρ(θ) as printed, corrected, and exact."""
+
+    xi: float
+    """ξ = tr(W)/√tr(W²): how far the spectrum concentrates off zero."""
+    eta: float
+    """η = √tr(W²)/λ: its scale."""
+    tokens: int = 64
+    """T, the length of the sequence."""
+    dim: int = 128
+    """d, the number of eigenvalues."""
+    process: Literal["random-walk", "autoregressive", "independent"] = "random-walk"
+    """How the tokens follow each other, in the exact curve."""
+    phi: float = 0.9
+    """Correlation of neighbors of the autoregressive process."""
+    out: Path | None = None
+    """Draw the figure here: .html, .svg, .png, .pdf or .json."""
+    json: bool = False
+    """Print the curves as JSON."""
+
+
+def _theory(arguments: Sequence[str]) -> None:
+    config = _parse(TheoryConfig, "theory", arguments)
+    from locater.core.process import TokenProcess
+    from locater.core.spectrum import QKForm
+    from locater.core.theory import classify
+    from locater.report.curves import rho_curves
+
+    makers: dict[str, Callable[[], TokenProcess]] = {
+        "random-walk": lambda: TokenProcess.random_walk(config.tokens),
+        "autoregressive": lambda: TokenProcess.autoregressive(config.tokens, config.phi),
+        "independent": lambda: TokenProcess.independent(config.tokens),
+    }
+    process = makers[config.process]()
+    form = QKForm.from_xi_eta(config.xi, config.eta, dim=config.dim)
+    regime = classify(form, process)
+    setting: dict[str, Any] = {"tokens": config.tokens, "dim": config.dim, "process": process}
+    summary = {
+        "xi": config.xi,
+        "eta": config.eta,
+        "r": regime.r.item(),
+        "regime": regime.name,
+        "tokens_on": regime.count.item(),
+        "first_on": regime.first.item(),
+        "last_on": regime.last.item(),
+    }
+    if config.out is not None:
+        from locater.report.figures import rho_chart, save_chart
+
+        title = f"ξ = {config.xi:g}, η = {config.eta:g}: {regime.name}"
+        chart = rho_chart(rho_curves(config.xi, config.eta, **setting), title=title)
+        _say(f"wrote {save_chart(chart, config.out)}")
+    records = rho_curves(config.xi, config.eta, **setting, points=None)
+    if config.json:
+        _print_json({**summary, "process": config.process, "curves": records})
+    elif config.out is None:
+        _print_rho_table(records, config.tokens)
+        print(
+            f"regime: {regime.name}, r = {regime.r.item():.4g}; {regime.count.item()} of "
+            f"{config.tokens} tokens on ({regime.first.item()} to {regime.last.item()})"
+        )
+
+
+def _print_rho_table(records: Sequence[dict[str, Any]], tokens: int) -> None:
+    from rich.table import Table
+
+    curves: dict[str, list[float]] = {}
+    for record in records:
+        curves.setdefault(record["curve"], []).append(record["rho"])
+    table = Table("θ", *curves)
+    for column in table.columns:
+        column.justify = "right"
+    for position in sorted({round((tokens - 1) * k / 10) for k in range(11)}):
+        row = (f"{rho[position]:.4f}" for rho in curves.values())
+        table.add_row(f"{(position + 1) / tokens:.3f}", *row)
+    _console().print(table)
+
+
+def _reproduce(arguments: Sequence[str]) -> None:
+    from locater.report.reproduce import ReproduceConfig, reproduce
+
+    @dataclass(frozen=True, kw_only=True)
+    class Reproduce(ReproduceConfig):
+        __doc__ = ReproduceConfig.__doc__
+        json: bool = False
+        """Print where the page is as JSON."""
+
+    config = _parse(Reproduce, "reproduce", arguments)
+    page = reproduce(config, report=_say).resolve()
+    if config.json:
+        _print_json({"page": str(page), "parts": config.parts})
+    else:
+        print(page)
+
+
+_COMMANDS: dict[str, tuple[Callable[[Sequence[str]], None], str, str]] = {
+    "theory": (
+        _theory,
+        "ρ(θ) for one (ξ, η): as printed, corrected, exact at finite length",
+        "locater theory --xi 5 --eta 0.1 --tokens 40 --dim 128 --out figure.html",
+    ),
+    "reproduce": (
+        _reproduce,
+        "make every figure of the paper again, on one page",
+        "locater reproduce --only fig1,fig4 --out out",
+    ),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; 0 is success, 1 an error that we explain, 2 a misuse of the command line."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_overview())
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        from locater import __version__
+
+        print(__version__)
+        return 0
+    command = _COMMANDS.get(arguments[0])
+    if command is None:
+        _say(f"error: unknown command {arguments[0]!r}.\nhint: one of {', '.join(_COMMANDS)}.")
+        return 2
+    try:
+        command[0](arguments[1:])
+    except LocaterError as error:
+        _say(f"error: {error}")
+        return 1
+    except BrokenPipeError:  # the reader of our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        _say("interrupted; run the same command again to go on.")
+        return 130
+    except SystemExit as stop:  # tyro's help (0) and usage errors (2)
+        if not stop.code:
+            print(f"example:\n  {command[2]}")
+        return stop.code if isinstance(stop.code, int) else 2 if stop.code else 0
+    return 0
+
+
+def _overview() -> str:
+    width = max(map(len, _COMMANDS))
+    lines = [f"  {name:<{width}}  {summary}" for name, (_, summary, _) in _COMMANDS.items()]
+    return (
+        "usage: locater COMMAND [OPTIONS]\n\n"
+        "Where does a transformer's attention look, is it collapsing, and how do I control it?\n\n"
+        "commands:\n" + "\n".join(lines) + "\n\n"
+        "`locater COMMAND --help` lists a command's options and an example; --json prints data.\n\n"
+        f"example:\n  {_COMMANDS['theory'][2]}"
+    )
+
+
+def _parse(config: type[Config], command: str, arguments: Sequence[str]) -> Config:
+    import tyro
+
+    return tyro.cli(config, prog=f"locater {command}", args=list(arguments))
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 100)
+
+
+def _print_json(data: Any) -> None:
+    print(json.dumps(data, ensure_ascii=False, indent=2))
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

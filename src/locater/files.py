@@ -1,0 +1,33 @@
+"""Writing files whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from locater.errors import LocaterError
+
+
+def write_file(path: Path, data: str | bytes) -> Path:
+    """Write next to the file, then put it in its place: a crash or a full disk harms nothing."""
+    raw = data.encode() if isinstance(data, str) else data
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(raw)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(name).chmod(0o644)
+            Path(name).replace(path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise LocaterError(
+            f"cannot write {path}: {error.strerror or error}.",
+            hint="choose another place or make room; what stood there before is unharmed.",
+        ) from error
+    return path

@@ -1,0 +1,1 @@
+"""Figures and the page: records in, charts and one HTML file out."""
