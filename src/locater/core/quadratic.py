@@ -112,7 +112,7 @@ class QuadraticLaw:
         flipped = mean > level  # work on the side of the mean where the saddle is positive
         law = self._relative(torch.full_like(mean, level), down=flipped)
         saddle = _saddle(law, pole=False)
-        value, _, curvature = law._cumulants(saddle)
+        value, (_, curvature) = law._value(saddle), law._slopes(saddle)
         signed = (-2 * value).clamp_min(0).sqrt()
         scaled = saddle * curvature.sqrt()
         normal = torch.distributions.Normal(0.0, 1.0)
@@ -130,22 +130,28 @@ class QuadraticLaw:
         tail = torch.where(variance == 0, 0.0, tail)
         return torch.where(flipped, 1 - tail, tail)
 
-    def _cumulants(
-        self, point: Float[Tensor, " rows"]
-    ) -> tuple[Float[Tensor, " rows"], Float[Tensor, " rows"], Float[Tensor, " rows"]]:
-        """K, K′ and K″ at real points."""
+    def _value(self, point: Float[Tensor, " rows"]) -> Float[Tensor, " rows"]:
+        """K at real points."""
         gap = 1 - 2 * self.weights * point[:, None]
-        inverse = 1 / gap
         value = self.constant * point - gap.log().sum(-1) / 2
-        slope = self.constant + (self.weights * inverse).sum(-1)
-        curvature = 2 * (self.weights * inverse).square().sum(-1)
+        if self.linear is None:
+            return value
+        return value + point.square() * (self.linear.square() / gap).sum(-1) / 2
+
+    def _slopes(
+        self, point: Float[Tensor, " rows"]
+    ) -> tuple[Float[Tensor, " rows"], Float[Tensor, " rows"]]:
+        """K′ and K″ at real points."""
+        inverse = (1 - 2 * self.weights * point[:, None]).reciprocal_()
+        tilted = self.weights * inverse
+        slope = self.constant + tilted.sum(-1)
+        curvature = 2 * tilted.square().sum(-1)
         if self.linear is not None:
             square = self.linear.square()
             reach = point[:, None] * inverse
-            value = value + point * (square * reach).sum(-1) / 2
             slope = slope + (square * reach * (1 + self.weights * reach)).sum(-1)
             curvature = curvature + (square * inverse.pow(3)).sum(-1)
-        return value, slope, curvature
+        return slope, curvature
 
 
 def _saddle(law: QuadraticLaw, *, pole: bool) -> Float[Tensor, " rows"]:
@@ -156,7 +162,7 @@ def _saddle(law: QuadraticLaw, *, pole: bool) -> Float[Tensor, " rows"]:
     high = limit
     point = torch.minimum(limit / 2, 1 / law.variance().clamp_min(1e-300).sqrt())
     for _ in range(100):
-        _, slope, curvature = law._cumulants(point)
+        slope, curvature = law._slopes(point)
         if pole:
             slope, curvature = slope - 1 / point, curvature + 1 / point.square()
         if bool((slope.abs() <= (0.02 if pole else 1e-12) * curvature.sqrt()).all()):
@@ -178,8 +184,8 @@ def _positive(law: QuadraticLaw, floor: Float[Tensor, " rows"]) -> Float[Tensor,
     for start in range(0, count, size):
         block = law._rows(slice(start, start + size))
         saddle = _saddle(block, pole=True)
-        value, _, curvature = block._cumulants(saddle)
-        value = value - saddle.log()
+        value = block._value(saddle) - saddle.log()
+        _, curvature = block._slopes(saddle)
         spread = (curvature + 1 / saddle.square()).rsqrt()
         # weights that cannot reach the level have no saddle: the minimum runs off to −∞
         alive = ((value > floor[start : start + size]) & spread.isfinite()).nonzero()[:, 0]
@@ -210,7 +216,8 @@ class _Contour:
         first, second = weights[:, :half], weights.flip(-1)[:, :half]
         self.sum, self.product = 2 * (first + second), 4 * first * second
         # both phases of a pair of equal signs point the same way and may add up to more than π
-        self.turn = 2 * math.pi * torch.where(self.product > 0, torch.sign(first), 0.0)
+        turn = 2 * math.pi * torch.where(self.product > 0, torch.sign(first), 0.0)
+        self.turn = turn if bool(turn.any()) else None
         self.constant, self.saddle, self.width, self.value = law.constant, saddle, width, value
         bend = -torch.sign(law.constant) * _SLOPE
         if law.linear is not None:
@@ -225,16 +232,16 @@ class _Contour:
         point = torch.complex(self.saddle[rows, None] + bend * (cosine - 1), width * sine)
         step = torch.complex(bend * sine, width * cosine)
         square = point.square()
-        real = 1 - self.sum[rows, None] * point.real[..., None]
-        real = real.addcmul_(self.product[rows, None], square.real[..., None])
-        imag = self.product[rows, None] * square.imag[..., None]
-        imag = imag.addcmul_(self.sum[rows, None], point.imag[..., None], value=-1)
+        total, product = self.sum[rows, None], self.product[rows, None]
+        real = (product * square.real[..., None]).addcmul_(total, point.real[..., None], value=-1)
+        imag = (product * square.imag[..., None]).addcmul_(total, point.imag[..., None], value=-1)
+        real += 1
         return point, step, real, imag
 
     def _exponent(
         self, rows: Tensor, point: Tensor, real: Tensor, imag: Tensor
     ) -> tuple[Tensor, Tensor]:
-        size = (real.square() + imag.square()).unflatten(-1, (-1, 8)).prod(-1)
+        size = real.square().addcmul_(imag, imag).unflatten(-1, (-1, 8)).prod(-1)
         rest = self.constant[rows, None] * point - point.log()
         if self.linear is not None:
             weights, square = self.linear[0][rows, None], self.linear[1][rows, None]
@@ -254,8 +261,9 @@ class _Contour:
         point, step, real, imag = self._point(rows, at)
         size, angle = self._exponent(rows, point, real, imag)
         phase = torch.atan2(imag, real)
-        turn = self.turn[rows, None]
-        phase = torch.where(phase * turn > 0, phase - turn, phase)
+        if self.turn is not None:
+            turn = self.turn[rows, None]
+            phase = torch.where(phase * turn > 0, phase - turn, phase)
         angle = angle - phase.sum(-1) / 2 + step.angle()
         return (size.exp() * step.abs() * angle.sin()).nan_to_num(0.0).sum(-1)
 
@@ -277,8 +285,10 @@ def _integrate(contour: _Contour) -> Float[Tensor, " rows"]:
         for some in at.split(32):
             total[rows] += contour.total(rows, step[rows, None] * some)
         estimate = total[rows] * step[rows]
-        # the error about squares as the step halves, so this is well below 1e-12
-        settled = (estimate - result[rows]).abs() <= 1e-8 * estimate.abs()
+        # the error squares as the step halves, but a small difference may also be luck while the
+        # step is still coarse; the values end up within about 1e-12 of the limit
+        agreement = 1e-8 if nodes <= 2 * _NODES else 1e-5
+        settled = (estimate - result[rows]).abs() <= agreement * estimate.abs()
         result[rows] = estimate
         rows = rows[~settled]
         if nodes > 50_000:

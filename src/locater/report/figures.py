@@ -150,6 +150,10 @@ def save_chart(chart: alt.TopLevelMixin, path: Path) -> Path:
         )
     text = path.suffix in (".html", ".svg", ".json")
     target: io.StringIO | io.BytesIO = io.StringIO() if text else io.BytesIO()
-    options: dict[str, Any] = {".html": {"inline": True}, ".png": {"scale_factor": 2}}
-    chart.save(target, format=path.suffix[1:], **options.get(path.suffix, {}))
+    options: dict[str, Any] = {"format": path.suffix[1:]}
+    if path.suffix == ".html":
+        options["inline"] = True
+    elif path.suffix == ".png":
+        options["scale_factor"] = 2
+    chart.save(target, **options)
     return write_file(path, target.getvalue())

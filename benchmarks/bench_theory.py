@@ -1,0 +1,108 @@
+"""Claim: the exact ρ of all positions costs about a thousandth of a simulation that knows it to ±.001.
+
+One core, CPU time, T = 64, d = 128: `propagation(method="exact")` (about 12 digits) against
+(i) plain Monte Carlo until every standard error is at most 1e-3, and
+(ii) Imhof's integral by scipy's adaptive quadrature, position by position, from the same weights;
+and the exact profiles of 1,024 heads of a 1B-parameter model (d = 2048, d_h = 64).
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from scipy.integrate import quad
+from timing import Timing, cpu_time, ratio
+
+from locater import QKForm, TokenProcess, propagation
+from locater.core.softmax import propagates
+from locater.core.theory import _laws
+
+TOKENS, MODEL = 64, 128
+BLOCK = 25_000
+
+
+def forms() -> dict[str, QKForm]:
+    generator = torch.Generator().manual_seed(0)
+    values = 0.2 + 0.3 * torch.randn(MODEL, generator=generator, dtype=torch.float64)
+    noise = torch.randn(MODEL, MODEL, generator=generator, dtype=torch.float64)
+    dense = 0.2 * torch.eye(MODEL, dtype=torch.float64) + 0.3 * noise / math.sqrt(MODEL)
+    query, key = torch.randn(2, 64, MODEL, generator=generator, dtype=torch.float64) / 8
+    return {
+        "symmetric": QKForm.from_eigenvalues(values, temperature=math.sqrt(MODEL)),
+        "asymmetric": QKForm.from_matrix(dense, temperature=math.sqrt(MODEL)),
+        "factored, d_h = 64": QKForm(query, key + query, 8.0),
+    }
+
+
+def count_block(form: QKForm, generator: torch.Generator) -> torch.Tensor:
+    """Sample walks in float32 and count open gates: the estimator of the paper, vectorised."""
+    steps = torch.randn(BLOCK, TOKENS, MODEL, generator=generator)
+    walk = steps.cumsum_(1)
+    asked = walk[:, -1] @ form.query.float().mT @ form.key.float()
+    logits = torch.einsum("ntm,nm->nt", walk, asked) / form.temperature
+    return propagates(logits).float().mean(0)
+
+
+def imhof(weights: np.ndarray, constant: float) -> float:
+    """P(0 <= Y <= 1) as one integral of the characteristic function."""
+
+    def integrand(t: float) -> float:
+        turn = 2 * weights * t
+        phase = constant * t + np.arctan(turn).sum() / 2
+        size = np.exp(-np.log1p(turn**2).sum() / 4)
+        return size * (math.sin(phase) - math.sin(phase - t)) / t
+
+    value, _ = quad(integrand, 0, np.inf, epsabs=1e-10, epsrel=1e-10, limit=1000)
+    return value / math.pi
+
+
+def main() -> None:
+    process = TokenProcess.random_walk(TOKENS)
+    generator = torch.Generator().manual_seed(1)
+    for name, form in forms().items():
+        exact = cpu_time(lambda form=form: propagation(form, process), repeats=9)
+        rho = propagation(form, process).rho
+        walks = math.ceil((rho * (1 - rho)).max().item() / 1e-3**2)
+        blocks = math.ceil(walks / BLOCK)
+        counts: list[torch.Tensor] = []
+        work = cpu_time(
+            lambda form=form, counts=counts: counts.append(count_block(form, generator)),
+            repeats=blocks,
+            warmup=False,
+        )
+        sampled = torch.stack(counts).mean(0)
+        # the total of all blocks, as if each block had taken as long as the fastest and the slowest
+        total = sum(work.seconds)
+        spread = [min(work.seconds) * blocks, total, max(work.seconds) * blocks]
+        monte_carlo = Timing(sorted(spread)).times(walks / (blocks * BLOCK))
+        law = next(_laws(form, process))
+        weights = law.weights.numpy()
+        values: list[float] = []
+
+        def quadrature(weights: np.ndarray = weights, values: list[float] = values) -> None:
+            values[:] = [imhof(row, 1 / TOKENS) for row in weights]
+
+        by_quad = cpu_time(quadrature, repeats=3, warmup=False)
+        print(f"{name}: exact {exact}")
+        print(
+            f"  Monte Carlo, {walks} walks {monte_carlo}: {ratio(monte_carlo, exact)} "
+            f"(largest difference {(sampled - rho).abs().max():.1e})"
+        )
+        print(
+            f"  scipy quad {by_quad}: {ratio(by_quad, exact)} "
+            f"(largest difference {np.abs(np.array(values) - rho.numpy()).max():.1e})"
+        )
+    layers = 32
+    query, key = torch.randn(2, 32, 64, 2048, generator=generator) * 0.05
+
+    def model() -> None:
+        for _ in range(layers):
+            propagation(QKForm(query, key, 8.0), process)
+
+    print(f"1,024 heads of d_h = 64, d = 2048, T = 64: {cpu_time(model, repeats=1, warmup=False)}")
+
+
+if __name__ == "__main__":
+    main()
