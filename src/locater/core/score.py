@@ -184,7 +184,8 @@ class HeadMoments:
     def score(self) -> Score:
         """The joint law of (b_i, q) at every position."""
         tokens, kernel = self.tokens, self.kernel
-        base = torch.full((tokens,), 1 / tokens, dtype=kernel.dtype, device=kernel.device)
+        shape = (*self.key_gram.shape[:-2], tokens)
+        base = torch.full(shape, 1 / tokens, dtype=kernel.dtype, device=kernel.device)
         base = base if self.shift is None else base + _centered(self.shift, -1)
         key_mean = None if self.key_mean is None else _centered(self.key_mean, -2)
         if self.rotary is None:
@@ -276,8 +277,7 @@ class Score:
         else:
             weights = torch.linalg.eigvalsh(middle).flatten(0, -3)
         weights = weights[:, group] * torch.where(self.cross_scale < 0, -1.0, 1.0)[:, None]
-        constant = self.base.expand(*self.query_covariance.shape[:-2], len(group))
-        return QuadraticLaw(constant.flatten(), weights.flatten(0, 1))
+        return QuadraticLaw(self.base.flatten(), weights.flatten(0, 1))
 
     def _middle_by_columns(self) -> Float[Tensor, "*heads positions size size"] | None:
         """The symmetric matrix of b·q/λ from one factorization per head; None near singularity.

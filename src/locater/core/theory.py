@@ -52,7 +52,7 @@ def logit_mean(
 ) -> Float[Tensor, "*shape"]:
     """Mean of the linearized softmax argument at θ for the random walk, exact for every T.
 
-    Paper: Lemma 1.  Erratum E8: the γ₀ = 1/T that the paper drops moves ρ by up to 0.86.
+    Paper: Lemma 1.  Erratum E8: the γ₀ = 1/T that the paper drops can move ρ from 0 to 1.
     """
     step = 1 / tokens
     return step + (theta - (1 + step) / 2) * xi * eta

@@ -1,0 +1,51 @@
+"""Every code block of the documents runs, and every command is documented."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from locater import cli
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def command_lines() -> list[str]:
+    text = [
+        line for page in PAGES for block in blocks(page, "console") for line in block.split("\n")
+    ]
+    return [line[2:].split("  #")[0].strip() for line in text if line.startswith("$ locater ")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_blocks_of_a_page_run_in_order(page: Path) -> None:
+    namespace: dict[str, object] = {}
+    for block in blocks(page, "python"):
+        exec(compile(block, page.name, "exec"), namespace)
+
+
+@pytest.mark.parametrize(
+    "line", sorted({*command_lines(), *(c[2] for c in cli._COMMANDS.values())})
+)
+def test_documented_command_lines_work(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(shlex.split(line)[1:]) == 0
+
+
+def test_every_command_is_documented() -> None:
+    shown = {shlex.split(line)[1] for line in command_lines()}
+    assert shown == set(cli._COMMANDS)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_within_the_project_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
+    assert [link for link in links if not (page.parent / link).exists()] == []
