@@ -28,6 +28,8 @@ _SLOPE = 0.5
 factor exp(c² s²/2) still decays along it."""
 _NODES = 16
 """Of the coarsest trapezoidal rule."""
+_FAR, _CLIMB = 6.0, 3.0
+"""A vertical contour may be this long before a bent one is tried, which may climb by e^3."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,8 +58,12 @@ class QuadraticLaw:
 
     def upper_tail(self, level: float) -> Float[Tensor, " rows"]:
         """P(Y > level), to about 12 relative digits."""
-        law = QuadraticLaw(self.constant - level, self.weights, self.linear)
-        return _positive(law, torch.full_like(self.constant, -700.0))
+        above = self.mean() > level  # then the other tail is the smaller one
+        law = self._relative(torch.full_like(self.constant, level), down=above)
+        tail = _positive(law, torch.full_like(self.constant, -700.0))
+        certain = (self.constant > level).to(tail)
+        tail = torch.where(above, 1 - tail, tail)
+        return torch.where(self.variance() > 0, tail, certain)
 
     def lower_tail(self, level: float) -> Float[Tensor, " rows"]:
         """P(Y < level), to about 12 relative digits."""
@@ -71,8 +77,9 @@ class QuadraticLaw:
         """
         mean = self.mean()
         above, below = mean > high, mean < low
-        outer = self._relative(torch.where(below, low, high), down=above)
-        inner = self._relative(torch.where(below, high, low), down=~below)
+        bottom, top = torch.full_like(mean, low), torch.full_like(mean, high)
+        outer = self._relative(torch.where(below, bottom, top), down=above)
+        inner = self._relative(torch.where(below, top, bottom), down=~below)
         linear = None
         if outer.linear is not None and inner.linear is not None:
             linear = torch.cat((outer.linear, inner.linear))
@@ -188,7 +195,9 @@ def _positive(law: QuadraticLaw, floor: Float[Tensor, " rows"]) -> Float[Tensor,
         _, curvature = block._slopes(saddle)
         spread = (curvature + 1 / saddle.square()).rsqrt()
         # weights that cannot reach the level have no saddle: the minimum runs off to −∞
-        alive = ((value > floor[start : start + size]) & spread.isfinite()).nonzero()[:, 0]
+        alive = (
+            (value > floor[start : start + size]) & (block.variance() > 0) & spread.isfinite()
+        ).nonzero()[:, 0]
         if len(alive):
             contour = _Contour(block._rows(alive), saddle[alive], spread[alive], value[alive])
             result[start + alive] = _integrate(contour)
@@ -219,12 +228,13 @@ class _Contour:
         turn = 2 * math.pi * torch.where(self.product > 0, torch.sign(first), 0.0)
         self.turn = turn if bool(turn.any()) else None
         self.constant, self.saddle, self.width, self.value = law.constant, saddle, width, value
-        bend = -torch.sign(law.constant) * _SLOPE
+        far = law.constant
         if law.linear is not None:
-            far = law.linear.square() / (4 * law.weights)
-            far = law.constant - far.nan_to_num(0.0, posinf=0.0, neginf=0.0).sum(-1)
-            bend = torch.where(far * law.constant > 0, bend, 0.0)
-        self.bend = bend * width
+            # completed squares: far out, K(s) grows like this multiple of s
+            shift = law.linear.square() / (4 * law.weights)
+            far = far - shift.nan_to_num(0.0, posinf=0.0, neginf=0.0).sum(-1)
+        self.bend = -torch.sign(far) * _SLOPE * width
+        self.end = self._end(torch.arange(len(width), device=width.device))
 
     def _point(self, rows: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         bend, width = self.bend[rows, None], self.width[rows, None]
@@ -249,12 +259,39 @@ class _Contour:
             rest = rest + point.square() * ratio.sum(-1)
         return rest.real - size.log().sum(-1) / 4 - self.value[rows, None], rest.imag
 
-    def log_size(self, at: Float[Tensor, " rows"]) -> Float[Tensor, " rows"]:
+    def _log_size(self, rows: Tensor, at: Float[Tensor, "rows nodes"]) -> Tensor:
         """Logarithm of the integrand's modulus, relative to its value at the saddle."""
-        rows = torch.arange(len(at), device=at.device)
-        point, step, real, imag = self._point(rows, at[:, None])
+        point, step, real, imag = self._point(rows, at)
         size, _ = self._exponent(rows, point, real, imag)
-        return (size + (step.abs() / self.width[:, None]).log())[:, 0]
+        return size + (step.abs() / self.width[rows, None]).log()
+
+    def _end(self, rows: Tensor) -> Float[Tensor, " rows"]:
+        """Where the integrand has fallen to rounding error, by bisection.
+
+        With linear terms a bent contour may climb before it falls; such rows are straightened.  The
+        modulus falls along a vertical line for certain, but for few weights slowly.
+        """
+        if self.linear is not None:
+            bent, self.bend = self.bend, torch.zeros_like(self.bend)
+            end = self._bisect(rows)
+            slow = rows[end > _FAR]
+            if len(slow):
+                self.bend[slow] = bent[slow]
+                grid = torch.linspace(0.25, 20, 80, dtype=end.dtype, device=end.device)
+                climbs = self._log_size(slow, grid.expand(len(slow), -1)).amax(-1) > _CLIMB
+                self.bend[slow[climbs]] = 0.0
+                end[slow] = self._bisect(slow)
+            return end
+        return self._bisect(rows)
+
+    def _bisect(self, rows: Tensor) -> Float[Tensor, " rows"]:
+        short = torch.zeros_like(self.saddle[rows])
+        long = torch.full_like(short, 80.0)
+        for _ in range(9):
+            middle = (short + long) / 2
+            small = ~(self._log_size(rows, middle[:, None])[:, 0] > -38)
+            short, long = torch.where(small, short, middle), torch.where(small, middle, long)
+        return long
 
     def total(self, rows: Tensor, at: Float[Tensor, "rows nodes"]) -> Float[Tensor, " rows"]:
         """Imaginary part of the integrand, summed over nodes."""
@@ -271,13 +308,7 @@ class _Contour:
 def _integrate(contour: _Contour) -> Float[Tensor, " rows"]:
     """(1/π) ∫ Im(integrand) over v ≥ 0: the trapezoidal rule, its step halved until it settles."""
     rows = torch.arange(len(contour.saddle), device=contour.saddle.device)
-    # where the integrand has fallen to rounding error: bisection along the contour
-    short, long = torch.zeros_like(contour.saddle), torch.full_like(contour.saddle, 36.0)
-    for _ in range(8):
-        middle = (short + long) / 2
-        small = ~(contour.log_size(middle) > -38)
-        short, long = torch.where(small, short, middle), torch.where(small, middle, long)
-    step = long / _NODES
+    step = contour.end / _NODES
     total = contour.total(rows, torch.zeros_like(step)[:, None]) / 2
     result = torch.full_like(step, math.nan)
     nodes, at = _NODES, torch.arange(1, _NODES + 1, device=step.device, dtype=step.dtype)
@@ -285,10 +316,8 @@ def _integrate(contour: _Contour) -> Float[Tensor, " rows"]:
         for some in at.split(32):
             total[rows] += contour.total(rows, step[rows, None] * some)
         estimate = total[rows] * step[rows]
-        # the error squares as the step halves, but a small difference may also be luck while the
-        # step is still coarse; the values end up within about 1e-12 of the limit
-        agreement = 1e-8 if nodes <= 2 * _NODES else 1e-5
-        settled = (estimate - result[rows]).abs() <= agreement * estimate.abs()
+        # the error about squares as the step halves; what is left is well below 1e-12
+        settled = (estimate - result[rows]).abs() <= 1e-8 * estimate.abs()
         result[rows] = estimate
         rows = rows[~settled]
         if nodes > 50_000:
