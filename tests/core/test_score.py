@@ -1,0 +1,504 @@
+"""The score's moments and law against a dense, brute definition.
+
+The tokens are one Gaussian vector x of tokens × model numbers with covariance K ⊗ Σ.  Every logit
+is xᵀM_j x + g_j·x + h_j, so every mean, variance and law follows from textbook formulas for
+quadratic forms, at a cost that only a test can afford.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import integrate, stats
+from torch import Tensor
+
+from locater import (
+    InputError,
+    QKForm,
+    Rotary,
+    TokenProcess,
+    logit_moments,
+    propagation,
+    score_moments,
+)
+from locater.core.quadratic import QuadraticLaw
+from locater.core.rotary import Layout
+
+
+@dataclass(frozen=True)
+class Case:
+    """What hypothesis draws: shapes, switches and a seed."""
+
+    head: int
+    model: int
+    tokens: int
+    seed: int
+    turning: int = 0  # pairs of dimensions, at most
+    layout: Layout = "half"
+    has_covariance: bool = False
+    has_mean: bool = False
+    has_query_bias: bool = False
+    has_key_bias: bool = False
+    has_distance_bias: bool = False
+
+    def draw(self) -> tuple[QKForm, TokenProcess]:
+        generator = torch.Generator().manual_seed(self.seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        def positive(size: int) -> Tensor:
+            mixing = normal(size, size)
+            return mixing @ mixing.mT / size + 0.1 * torch.eye(size, dtype=torch.float64)
+
+        form = QKForm(
+            normal(self.head, self.model),
+            normal(self.head, self.model),
+            math.sqrt(self.head) + 0.5,
+            query_bias=normal(self.head) if self.has_query_bias else None,
+            key_bias=normal(self.head) if self.has_key_bias else None,
+            distance_bias=normal(self.tokens + 2) if self.has_distance_bias else None,
+        )
+        pairs = min(self.turning, self.head // 2)
+        if pairs:
+            form = replace(form, rotary=Rotary(normal(pairs), self.layout))
+        covariance = positive(self.model) if self.has_covariance else None
+        mean = normal(self.tokens, self.model) if self.has_mean else None
+        return form, TokenProcess(positive(self.tokens), covariance, mean)
+
+
+SIZES = {
+    "head": st.integers(1, 4),
+    "model": st.integers(1, 5),
+    "tokens": st.integers(2, 6),
+    "seed": st.integers(0, 2**31),
+    "has_covariance": st.booleans(),
+}
+EVERYTHING = st.builds(
+    Case,
+    **SIZES,
+    turning=st.integers(0, 2),
+    layout=st.sampled_from(["half", "interleaved"]),
+    has_mean=st.booleans(),
+    has_query_bias=st.booleans(),
+    has_key_bias=st.booleans(),
+    has_distance_bias=st.booleans(),
+)
+CENTRAL = st.builds(Case, **SIZES, has_distance_bias=st.booleans())
+WIDE = st.builds(  # 10 weights or more
+    Case,
+    **SIZES | {"head": st.integers(5, 7), "model": st.integers(5, 7), "tokens": st.integers(2, 4)},
+    turning=st.integers(0, 2),
+    layout=st.sampled_from(["half", "interleaved"]),
+    has_mean=st.booleans(),
+    has_query_bias=st.booleans(),
+    has_key_bias=st.booleans(),
+    has_distance_bias=st.booleans(),
+)
+TURNED = st.builds(
+    Case,
+    **SIZES | {"head": st.integers(2, 4)},
+    turning=st.integers(1, 2),
+    layout=st.sampled_from(["half", "interleaved"]),
+)
+
+
+def rotation(form: QKForm, position: int) -> Tensor:
+    head = form.query.shape[0]
+    if form.rotary is None:
+        return torch.eye(head, dtype=torch.float64)
+    phases = form.rotary.phases(torch.tensor(position))
+    return form.rotary.turn(torch.eye(head, dtype=torch.float64), phases).mT
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Logit j is xᵀM_j x + g_j·x + h_j with x ~ N(mean, covariance)."""
+
+    forms: Tensor
+    linear: Tensor
+    constant: Tensor
+    mean: Tensor
+    covariance: Tensor
+
+    @classmethod
+    def of(cls, form: QKForm, process: TokenProcess) -> Dense:
+        tokens, (head, model) = process.tokens, form.query.shape
+        pick = torch.eye(tokens * model, dtype=torch.float64).view(tokens, model, -1)
+        zero = torch.zeros(head, dtype=torch.float64)
+        query_bias = zero if form.query_bias is None else form.query_bias
+        key_bias = zero if form.key_bias is None else form.key_bias
+        asks, ask = (
+            rotation(form, tokens) @ form.query @ pick[-1],
+            rotation(form, tokens) @ query_bias,
+        )
+        forms, linear, constant = [], [], []
+        for j in range(tokens):
+            sees, see = rotation(form, j + 1) @ form.key @ pick[j], rotation(form, j + 1) @ key_bias
+            product = sees.mT @ asks / form.temperature
+            forms.append((product + product.mT) / 2)
+            linear.append((sees.mT @ ask + asks.mT @ see) / form.temperature)
+            bias = 0 if form.distance_bias is None else form.distance_bias[tokens - 1 - j]
+            constant.append(see @ ask / form.temperature + bias)
+        sigma = process.covariance
+        sigma = torch.eye(model, dtype=torch.float64) if sigma is None else sigma
+        mean = torch.zeros(tokens, model) if process.mean is None else process.mean
+        return cls(
+            torch.stack(forms),
+            torch.stack(linear),
+            torch.stack(constant),
+            mean.double().flatten(),
+            torch.kron(process.kernel, sigma),
+        )
+
+    def scores(self) -> Dense:
+        """The same for ⟨γⁱ, ω⟩ + 1/T, with γⁱ = e_i/T − 1/T² written out."""
+        tokens = len(self.constant)
+        gamma = torch.eye(tokens, dtype=torch.float64) / tokens - 1 / tokens**2
+        return replace(
+            self,
+            forms=torch.einsum("ij,jab->iab", gamma, self.forms),
+            linear=gamma @ self.linear,
+            constant=gamma @ self.constant + 1 / tokens,
+        )
+
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """Mean and covariance: tr(MC) + …, 2 tr(M_j C M_k C) + ∇_jᵀ C ∇_k."""
+        gradient = self.linear + 2 * self.forms @ self.mean
+        mean = torch.einsum("jab,ab->j", self.forms, self.covariance) + self.constant
+        mean = mean + (self.forms @ self.mean + self.linear) @ self.mean
+        colored = self.forms @ self.covariance
+        covariance = 2 * torch.einsum("jab,kba->jk", colored, colored)
+        return mean, covariance + gradient @ self.covariance @ gradient.mT
+
+    def law(self) -> QuadraticLaw:
+        root = torch.linalg.cholesky(self.covariance)
+        weights, vectors = torch.linalg.eigh(root.mT @ self.forms @ root)
+        gradient = (self.linear + 2 * self.forms @ self.mean) @ root
+        linear = (gradient[:, None] @ vectors)[:, 0]
+        constant = (self.forms @ self.mean + self.linear) @ self.mean + self.constant
+        return QuadraticLaw(constant, weights, linear if bool(linear.any()) else None)
+
+
+def close(actual: Tensor, expected: Tensor, *, size: float = 0.0) -> None:
+    """To 1e-10 of the largest entry, or of the size of the terms that cancelled in it."""
+    scale = max(expected.abs().amax().item(), size)
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10 * scale)
+
+
+def size(form: QKForm) -> float:
+    return (form.query.norm() * form.key.norm()).item() / form.temperature
+
+
+@given(case=EVERYTHING)
+def test_score_moments_are_those_of_the_dense_gaussian(case: Case) -> None:
+    form, process = case.draw()
+    mean, covariance = Dense.of(form, process).scores().moments()
+    close(score_moments(form, process)[0], mean)
+    close(score_moments(form, process)[1], covariance.diagonal(), size=1e-2 * size(form) ** 2)
+
+
+@given(case=EVERYTHING)
+def test_logit_moments_are_those_of_the_dense_gaussian(case: Case) -> None:
+    """Up to what is equal for all keys, which no softmax sees: a key bias that does not turn."""
+    form, process = case.draw()
+    dense_mean, dense_covariance = Dense.of(form, process).moments()
+    mean, covariance = logit_moments(form, process)
+    center = torch.eye(case.tokens, dtype=torch.float64) - 1 / case.tokens
+    scale = dense_covariance.abs().amax().item() + size(form) ** 2
+    torch.testing.assert_close(
+        center @ covariance @ center, center @ dense_covariance @ center, rtol=0, atol=1e-10 * scale
+    )
+    close(mean - mean.mean(), dense_mean - dense_mean.mean(), size=size(form))
+    if form.key_bias is None or form.rotary is not None:
+        close(mean, dense_mean, size=size(form))
+        close(covariance, dense_covariance, size=size(form) ** 2)
+
+
+@given(case=EVERYTHING)
+def test_scores_are_the_centered_logits_over_the_tokens(case: Case) -> None:
+    form, process = case.draw()
+    logit_mean, logit_covariance = logit_moments(form, process)
+    gamma = torch.eye(case.tokens, dtype=torch.float64) / case.tokens - 1 / case.tokens**2
+    mean, variance = score_moments(form, process)
+    close(mean, 1 / case.tokens + gamma @ logit_mean)
+    expected = (gamma @ logit_covariance @ gamma.mT).diagonal()
+    close(variance, expected, size=logit_covariance.abs().amax().item())
+
+
+@settings(max_examples=40)
+@given(case=CENTRAL | TURNED)
+def test_the_exact_rho_of_any_rank_is_that_of_the_dense_quadratic_form(case: Case) -> None:
+    form, process = case.draw()
+    expected = Dense.of(form, process).scores().law().between(0.0, 1.0)
+    close(propagation(form, process).rho, expected)
+
+
+@settings(max_examples=20)
+@given(case=WIDE)
+def test_the_exact_rho_with_means_and_biases_is_that_of_the_dense_quadratic_form(
+    case: Case,
+) -> None:
+    form, process = case.draw()
+    expected = Dense.of(form, process).scores().law().between(0.0, 1.0)
+    close(propagation(form, process).rho, expected)
+
+
+@pytest.mark.parametrize("seed", range(60, 68))
+@pytest.mark.parametrize("has_mean", [False, True])
+@pytest.mark.parametrize("has_query_bias", [False, True])
+def test_the_exact_rho_of_a_one_dimensional_head_is_an_integral_over_its_query(
+    seed: int, has_mean: bool, has_query_bias: bool
+) -> None:
+    """Given the query, the score is normal: no law of quadratic forms, a different method."""
+    tokens, model = 4, 2
+    form, process = Case(
+        head=1,
+        model=model,
+        tokens=tokens,
+        seed=seed,
+        has_covariance=seed % 2 == 0,
+        has_mean=has_mean,
+        has_query_bias=has_query_bias,
+        has_distance_bias=seed % 3 == 1,
+    ).draw()
+    mean = torch.zeros(tokens, model) if process.mean is None else process.mean
+    sigma = torch.eye(model) if process.covariance is None else process.covariance
+    query, key = form.query[0], form.key[0]
+    bias = 0.0 if form.query_bias is None else form.query_bias.item()
+    gamma = torch.eye(tokens, dtype=torch.float64) / tokens - 1 / tokens**2
+    ask = (mean.double()[-1] @ query).item() + bias
+    ask_variance = (process.kernel[-1, -1] * (query @ sigma.double() @ query)).item()
+    see = (gamma @ mean.double() @ key).numpy()
+    see_variance = (gamma @ process.kernel @ gamma.mT).diagonal() * (key @ sigma.double() @ key)
+    shared = (gamma @ process.kernel[:, -1] * (key @ sigma.double() @ query)).numpy()
+    slope = shared / ask_variance
+    rest = np.sqrt(see_variance.numpy() - shared * slope)
+    base = np.full(tokens, 1 / tokens)
+    if form.distance_bias is not None:
+        base += (gamma @ form.distance_bias[:tokens].flip(0)).numpy()
+    width = 14 * math.sqrt(ask_variance)
+
+    def density(value: np.ndarray, i: np.ndarray) -> np.ndarray:
+        """Of the query, times P(0 ≤ base + b·query/λ ≤ 1 | query)."""
+        center = base[i] + (see[i] + slope[i] * (value - ask)) * value / form.temperature
+        spread = rest[i] * np.abs(value) / form.temperature + 1e-300
+        inside = stats.norm.cdf((1 - center) / spread) - stats.norm.cdf(-center / spread)
+        return stats.norm.pdf(value, ask, math.sqrt(ask_variance)) * inside
+
+    ends = np.array(sorted({ask - width, *([0.0] if abs(ask) < width else []), ask, ask + width}))
+    index = np.arange(tokens)
+    parts = integrate.tanhsinh(
+        density,
+        *np.broadcast_arrays(ends[:-1, None], ends[1:, None] + 0 * index),
+        args=(index + 0 * ends[:-1, None].astype(int),),
+        atol=1e-13,
+        rtol=1e-12,
+    )
+    expected = torch.from_numpy(parts.integral.sum(0))
+    torch.testing.assert_close(propagation(form, process).rho, expected, rtol=0, atol=1e-10)
+
+
+@settings(max_examples=25)
+@given(case=CENTRAL)
+def test_queries_and_keys_may_change_places(case: Case) -> None:
+    """Y has the same law under W and Wᵀ, whatever the kernel."""
+    form, process = case.draw()
+    swapped = replace(form, query=form.key, key=form.query)
+    close(propagation(swapped, process).rho, propagation(form, process).rho)
+    for swapped_moment, moment in zip(
+        score_moments(swapped, process), score_moments(form, process), strict=True
+    ):
+        close(swapped_moment, moment)
+
+
+@settings(max_examples=25)
+@given(case=st.builds(Case, **SIZES))
+def test_reflecting_the_walk_changes_the_sign_of_the_form(case: Case) -> None:
+    form, other = case.draw()
+    walk = TokenProcess.random_walk(case.tokens, covariance=other.covariance)
+    opposite = replace(form, query=-form.query)
+    forward, backward = propagation(form, walk).rho, propagation(opposite, walk).rho
+    close(backward.flip(-1), forward)
+
+
+def test_only_the_walk_is_its_own_reflection() -> None:
+    form, _ = Case(head=2, model=3, tokens=5, seed=0).draw()
+    stationary = TokenProcess.autoregressive(5, 0.5)
+    opposite = replace(form, query=-form.query)
+    forward, backward = propagation(form, stationary).rho, propagation(opposite, stationary).rho
+    assert (backward.flip(-1) - forward).abs().amax() > 1e-3
+
+
+@settings(max_examples=25)
+@given(case=CENTRAL | WIDE)
+def test_the_bases_of_the_tokens_and_of_the_head_do_not_matter(case: Case) -> None:
+    form, process = case.draw()
+    generator = torch.Generator().manual_seed(case.seed + 1)
+    shape = (case.model, case.model)
+    basis = torch.linalg.qr(torch.randn(shape, generator=generator, dtype=torch.float64)).Q
+    turned = replace(form, query=form.query @ basis, key=form.key @ basis)
+    sigma, mean = process.covariance, process.mean
+    there = TokenProcess(
+        process.kernel,
+        None if sigma is None else basis.mT @ sigma @ basis,
+        None if mean is None else mean @ basis,
+    )
+    expected = propagation(form, process).rho
+    close(propagation(turned, there).rho, expected)
+    if form.rotary is None:
+        shape = (case.head, case.head)
+        mixing = torch.randn(shape, generator=generator, dtype=torch.float64)
+        mixing = torch.linalg.qr(mixing).Q * torch.linspace(1, 2, case.head, dtype=torch.float64)
+        inverse = torch.linalg.inv(mixing).mT
+        bias = form.query_bias
+        mixed = replace(
+            form,
+            query=mixing @ form.query,
+            key=inverse @ form.key,
+            query_bias=None if bias is None else mixing @ bias,
+            key_bias=None,
+        )
+        close(propagation(mixed, process).rho, expected)
+
+
+@settings(max_examples=20)
+@given(case=st.builds(Case, **SIZES))
+def test_the_shortcut_of_symmetric_forms_is_the_general_law(case: Case) -> None:
+    form, process = case.draw()
+    matrix = form.matrix() + form.matrix().mT
+    symmetric = QKForm.from_matrix(matrix, temperature=2.0)
+    assert symmetric.is_symmetric
+    general = replace(symmetric, is_symmetric=False)
+    expected = propagation(general, process).rho
+    close(propagation(symmetric, process).rho, expected)
+    values, vectors = torch.linalg.eigh(matrix)
+    factored = QKForm(vectors.mT, values[:, None] * vectors.mT, 2.0)
+    close(propagation(factored, process).rho, expected)
+
+
+def stack_of(case: Case) -> tuple[QKForm, list[QKForm], TokenProcess]:
+    """Two rows of three heads that turn alike, and the same heads one by one."""
+    heads = [replace(case, seed=case.seed + k).draw()[0] for k in range(6)]
+    heads = [replace(head, rotary=heads[0].rotary) for head in heads]
+
+    def stacked(name: str) -> Tensor | None:
+        parts = [getattr(head, name) for head in heads]
+        return None if parts[0] is None else torch.stack(parts).unflatten(0, (2, 3))
+
+    biases = {name: stacked(name) for name in ("query_bias", "key_bias", "distance_bias")}
+    query, key = (torch.stack([getattr(h, name) for h in heads]) for name in ("query", "key"))
+    query, key = query.unflatten(0, (2, 3)), key.unflatten(0, (2, 3))
+    stack = QKForm(query, key, heads[0].temperature, rotary=heads[0].rotary, **biases)
+    return stack, heads, case.draw()[1]
+
+
+def compare(together: Tensor, parts: list[Tensor]) -> None:
+    assert together.shape[:2] == (2, 3)
+    close(together.flatten(0, 1), torch.stack(parts))
+
+
+@settings(max_examples=20)
+@given(case=EVERYTHING)
+def test_the_moments_of_a_stack_are_those_of_its_heads(case: Case) -> None:
+    stack, heads, process = stack_of(case)
+    for function in (score_moments, logit_moments):
+        for k in range(2):
+            compare(function(stack, process)[k], [function(head, process)[k] for head in heads])
+    for method in ("gaussian", "as_printed"):
+        compare(
+            propagation(stack, process, method=method).rho,
+            [propagation(head, process, method=method).rho for head in heads],
+        )
+
+
+@settings(max_examples=10)
+@given(case=CENTRAL | TURNED | WIDE)
+def test_the_laws_of_a_stack_are_those_of_its_heads(case: Case) -> None:
+    """Also when the stack is worked off one head at a time."""
+    stack, heads, process = stack_of(case)
+    expected = [propagation(head, process).rho for head in heads]
+    for at_once in (1, 8_000_000):
+        with mock.patch("locater.core.theory._HEADS_AT_ONCE", at_once):
+            compare(propagation(stack, process).rho, expected)
+
+
+@given(case=EVERYTHING)
+def test_what_is_equal_for_all_keys_cancels_in_the_score(case: Case) -> None:
+    form, process = case.draw()
+    mean, variance = score_moments(form, process)
+    if form.rotary is None:
+        bias = torch.linspace(-3, 3, case.head, dtype=torch.float64)
+        for expected, moment in zip(
+            (mean, variance), score_moments(replace(form, key_bias=bias), process), strict=True
+        ):
+            assert torch.equal(moment, expected)
+    flat = torch.full((case.tokens,), 5.0, dtype=torch.float64)
+    flat = flat if form.distance_bias is None else form.distance_bias + 5
+    shifted = score_moments(replace(form, distance_bias=flat), process)
+    close(shifted[0], mean, size=5.0)
+    assert torch.equal(shifted[1], variance)
+
+
+def test_a_key_bias_that_turns_matters() -> None:
+    form, process = Case(head=2, model=3, tokens=4, seed=1, turning=1).draw()
+    biased = replace(form, key_bias=torch.ones(2, dtype=torch.float64))
+    gap = score_moments(biased, process)[1] - score_moments(form, process)[1]
+    assert gap.abs().amax() > 1e-3
+
+
+@settings(max_examples=20)
+@given(case=EVERYTHING)
+def test_a_rotation_by_nothing_is_no_rotation(case: Case) -> None:
+    form, process = replace(case, head=case.head + 1, turning=0, has_key_bias=False).draw()
+    still = replace(form, rotary=Rotary(torch.zeros(1, dtype=torch.float64)))
+    for expected, moment in zip(
+        score_moments(form, process), score_moments(still, process), strict=True
+    ):
+        close(moment, expected, size=1e-2 * size(form) ** 2)
+
+
+@settings(max_examples=15)
+@given(case=WIDE)
+def test_float32_weights_are_computed_with_in_float64(case: Case) -> None:
+    form, process = case.draw()
+    low = form.to(torch.float32)
+    for expected, actual in (
+        (propagation(low.to(torch.float64), process).rho, propagation(low, process).rho),
+        (score_moments(low.to(torch.float64), process)[1], score_moments(low, process)[1]),
+        (logit_moments(low.to(torch.float64), process)[1], logit_moments(low, process)[1]),
+    ):
+        assert actual.dtype == torch.float64 and torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("process", "match"),
+    [
+        (
+            TokenProcess.random_walk(3, covariance=torch.eye(4)),
+            r"the process has 4 dimensions, the form has 2.\nhint: give a covariance of the form's",
+        ),
+        (
+            TokenProcess(torch.eye(3), None, torch.ones(3, 5)),
+            r"the means have 5 dimensions, the form has 2.\nhint: give means of the form's model",
+        ),
+        (
+            TokenProcess.random_walk(5),
+            r"distance_bias covers 4 distances, the process has 5 tokens.\nhint: .*0 to tokens - 1",
+        ),
+    ],
+)
+def test_a_form_and_a_process_that_do_not_fit_are_refused(
+    process: TokenProcess, match: str
+) -> None:
+    form = QKForm(torch.ones(1, 2), torch.ones(1, 2), 1.0, distance_bias=torch.zeros(4))
+    for function in (score_moments, logit_moments, propagation):
+        with pytest.raises(InputError, match=match):
+            function(form, process)
