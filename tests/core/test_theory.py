@@ -280,6 +280,15 @@ def test_weights_that_vanish_leave_every_gate_open() -> None:
     assert (propagation(small, walk).rho == 1).all()
 
 
+@pytest.mark.parametrize("method", ["exact", "gaussian", "saddlepoint"])
+def test_a_score_that_is_always_zero_or_one_counts_as_open(method: Method) -> None:
+    """The interval is closed: logits of 1 and -1, whatever the tokens, have scores 1 and 0."""
+    zero = torch.zeros(1, 1, dtype=torch.float64)
+    form = QKForm(zero, zero, 1.0, distance_bias=double([1.0, -1.0]))
+    assert propagates(double([-1.0, 1.0])).all()
+    assert (propagation(form, TokenProcess.random_walk(2), method=method).rho == 1).all()
+
+
 @pytest.mark.parametrize("dim", [2, 4, 16, 128])
 def test_the_saddlepoint_method_is_closer_to_the_exact_one_than_the_gaussian_is(dim: int) -> None:
     form, walk = (

@@ -1,0 +1,76 @@
+"""`import locater` is light, and its public names are all there, documented and typed."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import locater
+from locater import LocaterError, MissingExtraError
+
+HEAVY = ("torch", "altair", "transformers", "ray", "matplotlib", "pandas")
+
+
+def loaded_after(statement: str) -> set[str]:
+    code = f"{statement}\nimport sys\nsys.stdout.write(' '.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    assert loaded_after("import locater; locater.__version__; dir(locater)").isdisjoint(HEAVY)
+
+
+def test_a_name_loads_what_it_needs_and_no_plotting() -> None:
+    modules = loaded_after("from locater import QKForm, propagation")
+    assert "torch" in modules
+    assert modules.isdisjoint(set(HEAVY) - {"torch"})
+
+
+@pytest.mark.parametrize("name", locater.__all__)
+def test_every_public_name_resolves_and_is_documented(name: str) -> None:
+    thing = getattr(locater, name)
+    documentation = thing.__doc__ or ""
+    assert thing.__name__ == name
+    assert documentation.strip() and not documentation.startswith(f"{name}(")
+    assert name in dir(locater)
+
+
+def test_type_checkers_see_the_names_that_users_see() -> None:
+    path = Path(locater.__file__)
+    guarded = [
+        node
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    imports = [node for block in guarded for node in block.body]
+    assert all(isinstance(node, ast.ImportFrom) for node in imports)
+    homes = {
+        alias.asname: (node.module, alias.name)
+        for node in imports
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert sorted(name for name in homes if name) == sorted(locater.__all__)
+    for name, (module, original) in homes.items():
+        assert name == original
+        assert getattr(sys.modules[str(module)], original) is getattr(locater, str(name))
+
+
+def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'locater' has no attribute 'nonsense'"):
+        _ = locater.nonsense
+    assert len(set(locater.__all__)) == len(locater.__all__)
+
+
+def test_errors_carry_their_hint() -> None:
+    error = LocaterError("this was wrong.", hint="do that.")
+    assert str(error) == "this was wrong.\nhint: do that."
+    assert (error.message, error.hint) == ("this was wrong.", "do that.")
+    assert str(LocaterError("this was wrong.")) == "this was wrong."
+    missing = MissingExtraError("altair", extra="report")
+    assert str(missing) == "altair is not installed.\nhint: run: pip install 'locater[report]'"
