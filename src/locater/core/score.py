@@ -20,7 +20,7 @@ from torch import Tensor
 from locater.core.process import TokenProcess, centered_kernel
 from locater.core.quadratic import QuadraticLaw
 from locater.core.rotary import Rotary
-from locater.core.spectrum import QKForm
+from locater.core.spectrum import QKForm, semidefinite_root
 from locater.errors import InputError
 
 
@@ -138,8 +138,8 @@ class HeadMoments:
         kernel, last = self.kernel, self.kernel[:, -1]
         cross = self.turned(self.cross_gram)  # Cov(k_j, q) / K[j, T]
         mean = last * torch.einsum("...jaa->...j", cross)
-        half = self.turned(_root(self.key_gram)).flatten(-2)
-        root = _root(self.query_gram)
+        half = self.turned(semidefinite_root(self.key_gram)).flatten(-2)
+        root = semidefinite_root(self.query_gram)
         half = (root.mT[..., None, :, :] @ half.unflatten(-1, root.shape[-2:])).flatten(-2)
         covariance = kernel * kernel[-1, -1] * (half @ half.mT)
         covariance = covariance + last[:, None] * last * (
@@ -148,7 +148,7 @@ class HeadMoments:
         if self.query_mean is not None and self.key_mean is not None:
             ask = self.query_mean[..., None, :]
             mean = mean + (self.key_mean * ask).sum(-1)
-            seen = (ask[..., None, :] @ self.turned(_root(self.key_gram)))[..., 0, :]
+            seen = (ask[..., None, :] @ self.turned(semidefinite_root(self.key_gram)))[..., 0, :]
             covariance = covariance + kernel * (seen @ seen.mT)
             own = self.key_mean @ root
             covariance = covariance + kernel[-1, -1] * (own @ own.mT)
@@ -169,10 +169,10 @@ class HeadMoments:
             ),
             -2,
         )
-        root, head = _root(joint), self.key_gram.shape[-1]
+        root, head = semidefinite_root(joint), self.key_gram.shape[-1]
         shape = (draws, *joint.shape[:-2], self.tokens, 2 * head)
         noise = torch.randn(shape, generator=generator, dtype=joint.dtype, device=joint.device)
-        pairs = _root(self.kernel) @ noise @ root.mT
+        pairs = semidefinite_root(self.kernel) @ noise @ root.mT
         keys, query = pairs[..., :head], pairs[..., -1, head:]
         if self.rotary is not None:
             keys = self.rotary.turn(keys, self.phases)
@@ -371,16 +371,10 @@ def _centered(values: Tensor, axis: int) -> Tensor:
     return (values - values.mean(axis, keepdim=True)) / values.shape[axis]
 
 
-def _root(gram: Float[Tensor, "*heads head head"]) -> Float[Tensor, "*heads head head"]:
-    """A root of a Gram matrix, which may be singular."""
-    values, vectors = torch.linalg.eigh(gram)
-    return vectors * values.clamp_min(0).sqrt()[..., None, :]
-
-
 def _factor(joint: Float[Tensor, "rows size size"]) -> Float[Tensor, "rows size size"]:
     """L with L Lᵀ = joint: Cholesky, or an eigenvalue root for the rows that are singular."""
     factor, failed = torch.linalg.cholesky_ex(joint)
     if bool((failed > 0).any()):
         singular = failed > 0
-        factor[singular] = _root(joint[singular])
+        factor[singular] = semidefinite_root(joint[singular])
     return factor

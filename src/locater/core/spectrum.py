@@ -321,3 +321,9 @@ def covariance_root(
             hint=f"a {what} has no negative eigenvalues; clip them or estimate it from more data.",
         )
     return vectors * values.clamp_min(0).sqrt()
+
+
+def semidefinite_root(gram: Float[Tensor, "*heads size size"]) -> Float[Tensor, "*heads size size"]:
+    """A root R with R Rᵀ equal to a positive semidefinite matrix, which may be singular."""
+    values, vectors = torch.linalg.eigh(gram)
+    return vectors * values.clamp_min(0).sqrt()[..., None, :]

@@ -82,7 +82,7 @@ def rho_limit(
     if lemma1 == "as_printed":
         tokens = math.inf
     deviation = eta * logit_variance(theta, tokens=tokens, lemma1=lemma1).sqrt()
-    return _normal_between(logit_mean(theta, xi=xi, eta=eta, tokens=tokens), deviation)
+    return normal_between(logit_mean(theta, xi=xi, eta=eta, tokens=tokens), deviation)
 
 
 def rho_limit_slope(
@@ -151,13 +151,13 @@ def propagation(form: QKForm, process: TokenProcess, *, method: Method = "exact"
     theta = torch.arange(1, process.tokens + 1, dtype=torch.float64, device=device) / process.tokens
     if method == "gaussian":
         mean, variance = score_moments(form, process)
-        rho = _normal_between(mean, variance.clamp_min(0).sqrt())
+        rho = normal_between(mean, variance.clamp_min(0).sqrt())
     elif method == "as_printed":
         spectrum = form.spectrum(process.covariance)
         scale = (spectrum.trace_of_square + spectrum.frobenius_squared).clamp_min(0) / 2
         mean = (theta - 0.5) * spectrum.r[..., None]
         variance = logit_variance(theta, lemma1="as_printed") * scale[..., None]
-        rho = _normal_between(mean, variance.sqrt() / form.temperature)
+        rho = normal_between(mean, variance.sqrt() / form.temperature)
     else:
         rows = [
             law.between(0.0, 1.0) if method == "exact" else law.saddlepoint_between(0.0, 1.0)
@@ -305,7 +305,7 @@ def _laws(form: QKForm, process: TokenProcess) -> Iterator[QuadraticLaw]:
         yield moments.heads(slice(start, start + some)).score().law()
 
 
-def _normal_between(
+def normal_between(
     mean: Float[Tensor, "*shape"], deviation: Float[Tensor, "*shape"]
 ) -> Float[Tensor, "*shape"]:
     """P(0 ≤ N(mean, deviation²) ≤ 1), without cancellation in either tail."""

@@ -64,7 +64,7 @@ _FIGURES = {
         "Figure 1: softmax and its piecewise form",
         figures.softmax_chart,
         curves.softmax_curves,
-        "A token's gate is open where the dashed line is neither 0 nor 1. The two curves touch at "
+        "A token's gate is open where the piecewise line is neither 0 nor 1. The two touch at "
         "the origin only: ρ tells where gradients pass the linearized softmax, not how much "
         "attention a token gets.",
     ),

@@ -1,0 +1,119 @@
+"""Running independent pieces of work: on this machine's cores, or as tasks of a Ray cluster."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any, Literal, TypeVar
+from urllib.parse import urlsplit
+
+import torch
+
+from locater.errors import ConfigError, LocaterError, MissingExtraError
+
+Engine = Literal["local", "ray"]
+Result = TypeVar("Result")
+
+
+def run_units(
+    work: Callable[[int], Result],
+    units: Sequence[int],
+    *,
+    engine: Engine = "local",
+    workers: int | None = None,
+    ray_address: str | None = None,
+) -> Iterator[tuple[int, Result]]:
+    """Yield each unit with its result as it completes; every unit has one thread to itself.
+
+    `ray` needs the extra `cluster`, and `locater` installed on every node; a task whose worker dies
+    is run again.
+
+    >>> sorted(run_units(lambda unit: unit * unit, [1, 2, 3]))
+    [(1, 1), (2, 4), (3, 9)]
+    """
+    if engine == "local":
+        return _on_threads(work, units, workers or os.cpu_count() or 1)
+    if engine == "ray":
+        return _on_ray(work, units, workers, ray_address)
+    raise ConfigError(f"unknown engine {engine!r}.", hint="use 'local' or 'ray'.")
+
+
+def _on_threads(
+    work: Callable[[int], Result], units: Sequence[int], workers: int
+) -> Iterator[tuple[int, Result]]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
+    waiting: dict[Future[Result], int] = {}
+    queue = iter(units)
+    try:
+        while True:
+            for unit in queue:
+                waiting[pool.submit(work, unit)] = unit
+                if len(waiting) >= 2 * workers:
+                    break
+            if not waiting:
+                return
+            for future in wait(waiting, return_when=FIRST_COMPLETED).done:
+                yield waiting.pop(future), future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(threads)
+
+
+def _on_ray(
+    work: Callable[[int], Result],
+    units: Sequence[int],
+    workers: int | None,
+    address: str | None,
+) -> Iterator[tuple[int, Result]]:
+    try:
+        import ray
+    except ImportError as error:  # pragma: no cover - the dev environment has it
+        raise MissingExtraError("ray", extra="cluster") from error
+    is_ours = not ray.is_initialized()
+    if is_ours:
+        options: dict[str, Any] = {"num_cpus": workers, "include_dashboard": False}
+        if address:
+            _check_answers(address)
+            options = {"address": address}
+        try:
+            ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
+        except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+            raise _no_cluster(address, str(error)) from error
+
+    @ray.remote(num_cpus=1, max_retries=5)
+    def task(unit: int) -> Result:
+        torch.set_num_threads(1)
+        return work(unit)
+
+    try:
+        waiting = {task.remote(unit): unit for unit in units}
+        while waiting:
+            for done in ray.wait(list(waiting))[0]:
+                yield waiting.pop(done), ray.get(done)
+    finally:
+        if is_ours:
+            ray.shutdown()
+
+
+def _check_answers(address: str) -> None:
+    """Ray itself waits for minutes before it says that nobody is there."""
+    if address in ("auto", "local"):
+        return
+    parts = urlsplit(address if "://" in address else f"ray://{address}")
+    try:
+        with socket.create_connection((parts.hostname or "", parts.port or 6379), timeout=5):
+            pass
+    except (OSError, ValueError) as error:
+        raise _no_cluster(address, str(error)) from error
+
+
+def _no_cluster(address: str | None, reason: str) -> LocaterError:
+    return LocaterError(
+        f"no Ray cluster answers at {address or 'this machine'}: {reason}.",
+        hint="check the address (HOST:6379), or leave it out to start a cluster here.",
+    )
