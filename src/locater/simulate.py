@@ -236,7 +236,7 @@ def preset(name: Preset) -> dict[str, SimulateConfig]:
     base = SimulateConfig(sequences=300 if name == "fig5" else 100_000)
     return {
         "random walk, Σ = I": base,
-        "random walk, Σ = RᵀR/d": replace(base, covariance="anisotropic"),
+        "random walk, anisotropic Σ": replace(base, covariance="anisotropic"),
         "AR(1) tokens, φ = 0.9": replace(base, process="autoregressive"),
         "independent tokens": replace(base, process="independent"),
         "random walk, asymmetric W_QK": replace(base, form="asymmetric"),

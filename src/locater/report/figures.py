@@ -20,13 +20,13 @@ FORMATS = (".html", ".svg", ".png", ".pdf", ".json")
 
 # Okabe and Ito's palette, which color-blind readers can tell apart; the paper is always vermilion
 _PRINTED, _RIGHT, _EXACT = "#D55E00", "#0072B2", "#222222"
-_SCALE = [_PRINTED, _RIGHT, "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]
+SCALE = [_PRINTED, _RIGHT, "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]
 
 
 def _curve_color(records: Sequence[Record]) -> tuple[alt.Color, alt.StrokeDash]:
     """Color and dash by curve, in the order of the records; the same legend for both."""
     names = list(dict.fromkeys(record["curve"] for record in records))
-    colors = _SCALE[: len(names)]
+    colors = SCALE[: len(names)]
     dashes = [[5, 3], [1, 0], [2, 2], [8, 2], [1, 3], [4, 1]][: len(names)]
     legend = alt.Legend(title=None, orient="top", labelLimit=400)
     return (
