@@ -1,4 +1,5 @@
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from locater.files import write_file
 from locater.report import curves, figures
 from locater.report.page import Section, render_page
 from locater.report.reproduce import PARTS, ReproduceConfig, reproduce
+from locater.simulate import preset
 
 HOSTILE = '<script>alert("x")</script><img src=x onerror=alert(1)>'
 
@@ -40,7 +42,14 @@ def test_page_asks_for_nothing_from_outside() -> None:
     assert outside == []
 
 
-def test_reproduce_writes_the_page_with_all_figures_and_errata(tmp_path: Path) -> None:
+def test_reproduce_writes_the_page_with_all_figures_and_errata(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = {
+        name: replace(panel, draws=2, sequences=20, model=8, tokens=6)
+        for name, panel in preset("fig5").items()
+    }
+    monkeypatch.setattr("locater.report.reproduce.preset", lambda _: small)
     said: list[str] = []
     page = reproduce(ReproduceConfig(out=tmp_path), report=said.append)
     html = page.read_text()

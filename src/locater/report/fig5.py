@@ -65,13 +65,14 @@ def findings(simulation: Simulation) -> list[str]:
     entropy = "the same" if abs(gap) <= noise else "higher" if gap > 0 else "lower"
     limit = math.log(simulation.config.tokens)
     size = "low" if top["entropy"] < low["entropy"] else "high"
+    change = f"{other['entropy']:.3f} → {top['entropy']:.3f} (± {noise:.3f})"
+    ends = f"{top['entropy']:.2f} nats at mean {most:g}, {low['entropy']:.2f} at mean {least:g}"
+    step = f"from scale {wide:g} to {narrow:g}"
     return [
         f"Does a larger mean localize ρ? {_verdict(low, top)}, from mean {least:g} to {most:g}.",
-        f"Does a smaller scale? {_verdict(other, top)}, from {wide:g} to {narrow:g} at mean {most:g}.",
-        f"Does that raise the entropy, as Section 5 argues? It is {entropy}: "
-        + f"{other['entropy']:.3f} → {top['entropy']:.3f} (± {noise:.3f}).",
-        f"Sharp ρ goes with {size} entropy: {top['entropy']:.2f} nats at mean {most:g}, "
-        + f"{low['entropy']:.2f} at mean {least:g}, of at most {limit:.2f}.",
+        f"Does a smaller scale, at mean {most:g}? {_verdict(other, top)}, {step}.",
+        f"Does that raise the entropy, as Section 5 argues? It is {entropy}: {change}.",
+        f"Sharp ρ goes with {size} entropy: {ends}, of at most {limit:.2f}.",
     ]
 
 
