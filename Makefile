@@ -13,7 +13,7 @@ reproduce: .venv/installed
 	@$(BIN)/locater reproduce --scale $(SCALE)
 
 test: .venv/installed-dev
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n auto
 
 check: .venv/installed-dev
 	@$(BIN)/ruff check .

@@ -43,6 +43,7 @@ def _theory(arguments: Sequence[str]) -> None:
     from locater.core.process import TokenProcess
     from locater.core.spectrum import QKForm
     from locater.core.theory import classify
+    from locater.engines import one_thread
     from locater.report.curves import rho_curves
 
     makers: dict[str, Callable[[], TokenProcess]] = {
@@ -52,7 +53,8 @@ def _theory(arguments: Sequence[str]) -> None:
     }
     process = makers[config.process]()
     form = QKForm.from_xi_eta(config.xi, config.eta, dim=config.dim)
-    regime = classify(form, process)
+    with one_thread():
+        regime = classify(form, process)
     setting: dict[str, Any] = {"tokens": config.tokens, "dim": config.dim, "process": process}
     summary = {
         "xi": config.xi,

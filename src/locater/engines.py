@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
@@ -41,27 +42,36 @@ def run_units(
     raise ConfigError(f"unknown engine {engine!r}.", hint="use 'local' or 'ray'.")
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Switch torch's own threads off: small matrices suffer from them, badly on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def _on_threads(
     work: Callable[[int], Result], units: Sequence[int], workers: int
 ) -> Iterator[tuple[int, Result]]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
     waiting: dict[Future[Result], int] = {}
     queue = iter(units)
-    try:
-        while True:
-            for unit in queue:
-                waiting[pool.submit(work, unit)] = unit
-                if len(waiting) >= 2 * workers:
-                    break
-            if not waiting:
-                return
-            for future in wait(waiting, return_when=FIRST_COMPLETED).done:
-                yield waiting.pop(future), future.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(threads)
+    with one_thread():
+        try:
+            while True:
+                for unit in queue:
+                    waiting[pool.submit(work, unit)] = unit
+                    if len(waiting) >= 2 * workers:
+                        break
+                if not waiting:
+                    return
+                for future in wait(waiting, return_when=FIRST_COMPLETED).done:
+                    yield waiting.pop(future), future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def _on_ray(

@@ -11,6 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
+from locater.engines import one_thread
 from locater.errors import ConfigError
 from locater.files import write_file
 from locater.report import curves, figures
@@ -102,9 +103,10 @@ def reproduce(config: ReproduceConfig, *, report: Callable[[str], None] = lambda
     """Make the parts that were asked for and return the path of the page."""
     started = time.perf_counter()
     sections: list[Section] = []
-    for number, part in enumerate(config.parts, 1):
-        report(f"[{number}/{len(config.parts)}] {part}")
-        sections.extend(_section(part, config))
+    with one_thread():
+        for number, part in enumerate(config.parts, 1):
+            report(f"[{number}/{len(config.parts)}] {part}")
+            sections.extend(_section(part, config))
     footer = (
         f"Made by locater {version('locater')} with torch {version('torch')} on Python "
         f"{platform.python_version()}, scale `{config.scale}`, in "
@@ -171,7 +173,8 @@ def _fig5(config: ReproduceConfig) -> Iterator[Section]:
 
 
 def _figure(config: ReproduceConfig, key: str, title: str, chart: Any, caption: str) -> Section:
+    spec = figures.specification(chart)
     if config.exports:
         for suffix in (".svg", ".png", ".pdf"):
-            figures.save_chart(chart, config.out / "figures" / f"{key}{suffix}")
-    return Section(key=key, title=title, chart=chart.to_dict(), caption=caption)
+            figures.save_chart(spec, config.out / "figures" / f"{key}{suffix}")
+    return Section(key=key, title=title, chart=spec, caption=caption)
