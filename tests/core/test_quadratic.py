@@ -220,17 +220,34 @@ def test_random_weights_agree_with_the_fourier_integral(
 @settings(max_examples=40)
 @given(seed=SEEDS)
 @example(seed=60)
-def test_weights_of_many_sizes_beside_linear_terms_agree_with_the_fourier_integral(
-    seed: int,
-) -> None:
+@example(seed=1081)
+@example(seed=1864)
+def test_weights_and_linear_terms_of_many_sizes_agree_with_the_fourier_integral(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    count = int(torch.randint(20, 60, (), generator=generator))
+    weights, linear = torch.randn(2, count, generator=generator, dtype=torch.float64)
+    many = torch.rand(2, count, generator=generator, dtype=torch.float64)
+    one = torch.rand(2, generator=generator, dtype=torch.float64)
+    weights *= 10 ** (1 - 5 * many[0] - one[0])
+    linear *= 10 ** (0.5 - 3 * one[1] - 2 * many[1])
+    constant = torch.randn((), generator=generator, dtype=torch.float64).item() / 2
+    expected = by_characteristic_function(constant, weights.numpy(), linear.numpy())
+    law = row(constant, weights.tolist(), linear.tolist())
+    assert law.between(0.0, 1.0).item() == pytest.approx(expected, abs=1e-10)
+
+
+@settings(max_examples=20)
+@given(seed=SEEDS)
+@example(seed=60)
+def test_tiny_weights_beside_linear_terms_agree_with_the_fourier_integral(seed: int) -> None:
+    """Far out, a tiny weight turns a Gaussian factor into an exponential one."""
     generator = torch.Generator().manual_seed(seed)
     count = int(torch.randint(10, 60, (), generator=generator))
     weights, linear = torch.randn(2, count, generator=generator, dtype=torch.float64)
     weights *= 10 ** (-4 * torch.rand(count, generator=generator, dtype=torch.float64)) / 3
-    linear *= 0.3
     constant = torch.randn((), generator=generator, dtype=torch.float64).item() / 2
-    expected = by_characteristic_function(constant, weights.numpy(), linear.numpy())
-    law = row(constant, weights.tolist(), linear.tolist())
+    expected = by_characteristic_function(constant, weights.numpy(), 0.3 * linear.numpy())
+    law = row(constant, weights.tolist(), (0.3 * linear).tolist())
     assert law.between(0.0, 1.0).item() == pytest.approx(expected, abs=1e-10)
 
 
