@@ -93,13 +93,14 @@ def collapse_bounds(
     eigenvalues = torch.linalg.eigvalsh(sigma.to(plain.trace.device))
     norm2, norm_f = eigenvalues[-1], eigenvalues.square().sum().sqrt()
     # ‖Σ⁻¹‖ is infinite for a singular Σ, and the bounds that use it are then empty
-    smallest = eigenvalues[0].clamp_min(0)
-    inverse2 = 1 / smallest
+    eps = model * torch.finfo(torch.float64).eps
+    eigenvalues = torch.where(eigenvalues > eps * norm2, eigenvalues, 0.0)
+    inverse2 = 1 / eigenvalues[0]
     trace, scale = spectrum.trace, spectrum.frobenius_squared
     rank = form.rank
     if variant == "as_printed":
         printed = spectrum.trace_of_square
-        inverse_f = eigenvalues.clamp_min(0).pow(-2).sum().sqrt()
+        inverse_f = eigenvalues.pow(-2).sum().sqrt()
         root = printed.clamp_min(0).sqrt()
         return [
             Inequality("5", "|tr W| <= sqrt(d tr W^2)", trace.abs(), math.sqrt(model) * root),
@@ -123,9 +124,9 @@ def collapse_bounds(
             ),
             Inequality(
                 "8",
-                "0 <= d tr W^2 - (tr W)^2",
-                torch.zeros_like(trace),
-                model * printed - trace.square(),
+                "(tr W)^2 <= d tr W^2",
+                trace.square(),
+                model * printed,
             ),
             Inequality(
                 "10a",
@@ -163,9 +164,9 @@ def collapse_bounds(
         ),
         Inequality(
             "8",
-            "0 <= rank ||S||_F^2 - (tr W)^2",
-            torch.zeros_like(trace),
-            spectrum.dispersion.clamp_min(-1e-9 * rank * scale.amax()),
+            "(tr W)^2 <= rank ||S||_F^2",
+            trace.square(),
+            rank * scale,
         ),
         Inequality(
             "10a",

@@ -107,7 +107,9 @@ class QuadraticLaw:
 
     def saddlepoint_between(self, low: float, high: float) -> Float[Tensor, " rows"]:
         """Approximate P(low ≤ Y ≤ high) after Lugannani and Rice: a Newton solve, no integral."""
-        return (self._saddlepoint_tail(low) - self._saddlepoint_tail(high)).clamp(0, 1)
+        chance = (self._saddlepoint_tail(low) - self._saddlepoint_tail(high)).clamp(0, 1)
+        inside = (self.constant >= low) & (self.constant <= high)
+        return torch.where(self.variance() > 0, chance, inside.to(chance))
 
     def _rows(self, rows: Tensor | slice) -> QuadraticLaw:
         linear = None if self.linear is None else self.linear[rows]

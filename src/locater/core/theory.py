@@ -311,7 +311,10 @@ def normal_between(
     """P(0 ≤ N(mean, deviation²) ≤ 1), without cancellation in either tail."""
     # on the side of ½ where both arguments are large and negative, ndtr keeps its digits
     mean = torch.where(mean > 0.5, 1 - mean, mean)
-    return torch.special.ndtr(mean / deviation) - torch.special.ndtr((mean - 1) / deviation)
+    is_certain = deviation == 0
+    safe = torch.where(is_certain, 1.0, deviation)
+    chance = torch.special.ndtr(mean / safe) - torch.special.ndtr((mean - 1) / safe)
+    return torch.where(is_certain, (mean >= 0).to(mean), chance)
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
