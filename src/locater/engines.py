@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
@@ -26,7 +26,7 @@ def run_units(
     engine: Engine = "local",
     workers: int | None = None,
     ray_address: str | None = None,
-) -> Iterator[tuple[int, Result]]:
+) -> Generator[tuple[int, Result], None, None]:
     """Yield each unit with its result as it completes; every unit has one thread to itself.
 
     `ray` needs the extra `cluster`, and `locater` installed on every node; a task whose worker dies
@@ -55,7 +55,7 @@ def one_thread() -> Iterator[None]:
 
 def _on_threads(
     work: Callable[[int], Result], units: Sequence[int], workers: int
-) -> Iterator[tuple[int, Result]]:
+) -> Generator[tuple[int, Result], None, None]:
     pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
     waiting: dict[Future[Result], int] = {}
     queue = iter(units)
@@ -79,7 +79,7 @@ def _on_ray(
     units: Sequence[int],
     workers: int | None,
     address: str | None,
-) -> Iterator[tuple[int, Result]]:
+) -> Generator[tuple[int, Result], None, None]:
     try:
         import ray
     except ImportError as error:  # pragma: no cover - the dev environment has it
@@ -105,6 +105,13 @@ def _on_ray(
         while waiting:
             for done in ray.wait(list(waiting))[0]:
                 yield waiting.pop(done), ray.get(done)
+    except ray.exceptions.RayTaskError:
+        raise  # the work itself failed
+    except ray.exceptions.RayError as error:
+        raise LocaterError(
+            f"the Ray cluster lost a unit: {error}",
+            hint="run again: what is stored is not computed twice.",
+        ) from error
     finally:
         if is_ours:
             ray.shutdown()

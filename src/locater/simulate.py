@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -22,10 +24,10 @@ from torch import Tensor
 
 from locater.core.process import TokenProcess, centered_kernel
 from locater.core.profile import Profile
-from locater.core.softmax import attention_entropy, propagates
+from locater.core.softmax import propagates
 from locater.core.spectrum import QKForm, covariance_root, semidefinite_root
-from locater.core.theory import normal_between, propagation
-from locater.engines import Engine, run_units
+from locater.core.theory import propagation
+from locater.engines import Engine, one_thread, run_units
 from locater.errors import ConfigError
 from locater.files import write_file
 
@@ -70,30 +72,30 @@ class SimulateConfig:
     """Megabytes of tokens that one worker holds at a time."""
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("tokens", 2),
-            ("model", 1),
-            ("sequences", 2),
-            ("draws", 1),
-            ("memory", 1),
-        ):
+        least_of = {"tokens": 2, "model": 1, "sequences": 2, "draws": 1, "memory": 1}
+        for name, least in least_of.items():
             if getattr(self, name) < least:
                 raise ConfigError(
                     f"{name} must be at least {least}, got {getattr(self, name)}.",
                     hint="the paper has 40 tokens, 128 dimensions, 300 sequences and 10 draws.",
                 )
-        choices = (("form", FormName), ("covariance", CovarianceName), ("process", ProcessName),
-                   ("estimator", Estimator))  # fmt: skip
-        for name, kind in choices:
+        kinds = {"form": FormName, "covariance": CovarianceName, "process": ProcessName,
+                 "estimator": Estimator}  # fmt: skip
+        for name, kind in kinds.items():
             if getattr(self, name) not in get_args(kind):
                 raise ConfigError(
                     f"unknown {name} {getattr(self, name)!r}.",
                     hint="choose one of: " + ", ".join(get_args(kind)) + ".",
                 )
-        if not self.pairs or any(scale < 0 for _, scale in self.pairs):
+        if not self.pairs or not all(0 <= s < math.inf and math.isfinite(m) for m, s in self.pairs):
             raise ConfigError(
-                "give at least one (mean, scale) pair, with scales of zero or more.",
+                f"pairs must be (mean, scale) with scales of zero or more, got {self.pairs}.",
                 hint="the scale is the standard deviation of the eigenvalues.",
+            )
+        if self.temperature is not None and not 0 < self.temperature < math.inf:
+            raise ConfigError(
+                f"temperature must be positive and finite, got {self.temperature}.",
+                hint="leave it out for the square root of model.",
             )
 
     @property
@@ -105,12 +107,8 @@ class SimulateConfig:
         """The process that the settings name."""
         covariance = None
         if self.covariance == "anisotropic":
-            uniform = torch.rand(
-                self.model,
-                self.model,
-                generator=_generator(self, "covariance"),
-                dtype=torch.float64,
-            )
+            generator = _generator(self, "covariance")
+            uniform = torch.rand(self.model, self.model, generator=generator, dtype=torch.float64)
             root = 5 * uniform - 2.5
             covariance = root.mT @ root / self.model
         if self.process == "random-walk":
@@ -263,199 +261,189 @@ def simulate(
     >>> len(simulation.units), simulation.units[0].conditional.source
     (2, 'simulated')
     """
-    process = process or config.token_process()
-    if process.tokens != config.tokens:
-        raise ConfigError(
-            f"the process has {process.tokens} tokens, the settings say {config.tokens}.",
-            hint="give both the same length.",
-        )
-    shelf = _Shelf(store, config, process)
-    results = {index: unit for index in range(config.units) if (unit := shelf.load(index))}
+    with one_thread():
+        plan = _Plan(config, process or config.token_process())
+    folder = None if store is None else _folder(store, plan)
+    paths = [] if folder is None else [folder / f"unit-{k:05d}.json" for k in range(config.units)]
+    results = {index: unit for index, path in enumerate(paths) if (unit := _load(path))}
     report(len(results), config.units)
     missing = [index for index in range(config.units) if index not in results]
-    runs = run_units(
-        partial(run_unit, config, process),
-        missing,
-        engine=engine,
-        workers=workers,
-        ray_address=ray_address,
-    )
-    for index, data in runs:
-        shelf.save(index, data)
-        results[index] = UnitResult.from_dict(data)
-        report(len(results), config.units)
+    work = partial(run_unit, plan)
+    runs = run_units(work, missing, engine=engine, workers=workers, ray_address=ray_address)
+    with closing(runs):
+        for index, data in runs:
+            if paths:
+                write_file(paths[index], json.dumps(data))
+            results[index] = UnitResult.from_dict(data)
+            report(len(results), config.units)
     return Simulation(config, [results[index] for index in range(config.units)])
 
 
-def run_unit(config: SimulateConfig, process: TokenProcess, index: int) -> dict[str, Any]:
+def run_unit(plan: _Plan, index: int) -> dict[str, Any]:
     """Draw one W_QK, simulate its scores and compute their exact ρ: deterministic on one thread."""
+    config = plan.config
     mean, scale = config.pairs[index // config.draws]
     generator = _generator(config, f"unit {index}")
-    form = _draw_form(config, process, mean, scale, generator)
-    spectrum = form.spectrum(process.covariance)
-    sampler = _Sampler(config, process, spectrum.form, generator)
-    done, sums = 0, torch.zeros(3, config.tokens, dtype=torch.float64)
-    entropy = torch.zeros(2, dtype=torch.float64)
-    while done < config.sequences:
-        size = min(sampler.block, config.sequences - done)
-        logits, chance = sampler.draw(size)
-        row = attention_entropy(torch.softmax(logits, -1)).double()
-        sums += torch.stack((propagates(logits).sum(0), chance.sum(0), chance.square().sum(0)))
-        entropy += torch.stack((row.sum(), row.square().sum()))
-        done += size
-    count, chance, square = sums / done
-    middle = (sums[0] + 0.5) / (done + 1)  # keeps the error of a count of 0 or of all above zero
-    theta = torch.arange(1, config.tokens + 1, dtype=torch.float64) / config.tokens
-    sampled = Profile(theta=theta, rho=count, source="simulated")
-    freedom = done - 1
+    weights = plan.draw_weights(mean, scale, generator)
+    white = plan.whiten(weights)
+    temperature = config.temperature or math.sqrt(config.model)
+    form, size = (white / temperature).float(), white.norm().item()
+    tokens, done = config.tokens, config.sequences
+    totals = torch.zeros(2, 2 * tokens + 1, dtype=torch.float64)  # of gates, chances and entropy
+    for start in range(0, done, plan.block):
+        logits, chance = plan.draw(form, min(plan.block, done - start), generator)
+        logarithm = torch.log_softmax(logits, -1).clamp_min(-80)  # below, exp is slow and nothing
+        row = -(logarithm.exp() * logarithm).sum(-1, keepdim=True)
+        sample = torch.cat((propagates(logits), chance, row), -1).double()
+        totals += torch.stack((sample.sum(0), sample.square().sum(0)))
+    average, square = totals / done
+    error = ((square - average.square()).clamp_min(0) / (done - 1)).sqrt()
+    middle = (totals[0, :tokens] + 0.5) / (done + 1)  # a count of 0 or of all has an error too
+    error[:tokens] = (middle * (1 - middle) / done).sqrt()
+    theta = torch.arange(1, tokens + 1, dtype=torch.float64) / tokens
+    count, conditional = (
+        Profile(theta=theta, rho=average[part], source="simulated", standard_error=error[part])
+        for part in (slice(tokens), slice(tokens, -1))
+    )
     return UnitResult(
         mean=mean,
         scale=scale,
         draw=index % config.draws,
-        xi=spectrum.xi.item(),
-        eta=spectrum.eta.item(),
-        count=replace(sampled, standard_error=(middle * (1 - middle) / done).sqrt()),
-        conditional=replace(
-            sampled,
-            rho=chance,
-            standard_error=((square - chance.square()).clamp_min(0) / freedom).sqrt(),
-        ),
-        exact=propagation(form, process) if config.exact else None,
-        entropy=(entropy[0] / done).item(),
-        entropy_error=math.sqrt(
-            max(0.0, (entropy[1] / done - (entropy[0] / done) ** 2).item()) / freedom
-        ),
+        xi=((white.sum() if white.ndim == 1 else white.trace()) / size).item(),
+        eta=size / temperature,
+        count=count,
+        conditional=conditional,
+        exact=plan.exact(weights, temperature) if config.exact else None,
+        entropy=average[-1].item(),
+        entropy_error=error[-1].item(),
     ).to_dict()
 
 
-class _Sampler:
-    """Rows of logits of one form, and the chance of every gate given the last token.
+class _Plan:
+    """What the units of a simulation share, and how each draws its W_QK and rows of logits.
 
-    In whitened coordinates tokens have identity covariance and ω_j = x_jᵀ S x_T; for a symmetric S
-    the basis may be chosen too, and S is a vector of eigenvalues.
+    In whitened coordinates tokens have identity covariance and ω_j = x_jᵀ Sᵀ x_T/λ; for a symmetric
+    S and tokens without means the basis may be chosen too, and S is a vector of eigenvalues.
+    Drawing is in float32, sums are in float64.
     """
 
-    def __init__(
-        self,
-        config: SimulateConfig,
-        process: TokenProcess,
-        white: QKForm,
-        generator: torch.Generator,
-    ) -> None:
-        self.config, self.generator, self.temperature = config, generator, white.temperature
-        kernel = process.kernel.double()
-        self.mean = _white_mean(process)
-        matrix = white.query.mT @ white.key
-        is_diagonal = white.is_symmetric and self.mean is None
-        self.form = torch.linalg.eigvalsh(matrix) if is_diagonal else matrix
-        self.last = kernel[-1, -1]
-        self.cross, spread = centered_kernel(kernel)
-        self.free = (spread - self.cross.square() / self.last).clamp_min(0).sqrt()
-        self.follow = kernel[:, -1] / self.last  # E[x_j | x_T] = follow_j x_T
-        walk = TokenProcess.random_walk(config.tokens).kernel
-        self.is_walk = bool(torch.equal(kernel, walk))
+    def __init__(self, config: SimulateConfig, process: TokenProcess) -> None:
+        self.config, self.process = config, process
+        kernel, tokens, model = process.kernel.double(), config.tokens, config.model
+        if process.tokens != tokens:
+            raise ConfigError(
+                f"the process has {process.tokens} tokens, the settings say {tokens}.",
+                hint="give both the same length.",
+            )
+        mean = None if process.mean is None else process.mean.double()
+        if mean is not None and mean.shape[1] != model:
+            raise ConfigError(
+                f"the means have {mean.shape[1]} dimensions, the settings say {model}.",
+                hint="set model to the number of dimensions.",
+            )
+        self.color = None
+        if process.covariance is not None:
+            self.color = covariance_root(process.covariance.double(), model=model)
+            mean = None if mean is None else _white_mean(mean, self.color)
+        self.last_mean = None if mean is None else mean[-1].float()
+        # what is the same for all keys changes neither gates nor attention
+        self.key_mean = None if mean is None else (mean - mean.mean(0)).float()
+        last = kernel[-1, -1]
+        follow = kernel[:, -1] / last  # E[x_j | x_T] = follow_j x_T
+        cross, spread = centered_kernel(kernel)
+        self.follow, self.cross = follow.float(), (cross / last).float()
+        self.deviation = last.sqrt().item()
+        self.free = (spread - cross.square() / last).clamp_min(0).sqrt().float()
         self.root = semidefinite_root(kernel).float()
-        self.rest = semidefinite_root(kernel - self.follow[:, None] * kernel[-1])
-        numbers = (
-            config.tokens if config.estimator == "conditional" else config.tokens * config.model
-        )
-        # tokens, a copy of them and what the softmax holds: at most 16 bytes a number
-        most = (config.memory << 20) // (16 * (numbers + config.model))
-        self.block = max(1, min(config.sequences, most))
+        self.rest = semidefinite_root(kernel - follow[:, None] * kernel[-1]).float()
+        # float32 numbers of one sequence that are alive at once: its noise, some vectors, some rows
+        numbers = 6 * model + 24 * tokens + (tokens * model if config.estimator == "count" else 0)
+        self.block = max(1, (config.memory << 20) // (4 * numbers))
 
-    def draw(self, size: int) -> tuple[Float[Tensor, "size tokens"], Float[Tensor, "size tokens"]]:
+    def draw_weights(
+        self, mean: float, scale: float, generator: torch.Generator
+    ) -> Float[Tensor, "*rows model"]:
+        """W_QK with eigenvalues from N(mean, scale²) in a random orthogonal basis (Section 5).
+
+        The eigenvalues alone, where the law of the tokens is the same in every basis.
+        """
+        options: dict[str, Any] = {"generator": generator, "dtype": torch.float64}
+        size = self.config.model
+        if self.config.form == "asymmetric":
+            noise = torch.randn(size, size, **options) * (scale / math.sqrt(size))
+            return mean * torch.eye(size, dtype=torch.float64) + noise
+        values = mean + scale * torch.randn(size, **options)
+        if self.color is None and self.last_mean is None:
+            return values
+        basis, upper = torch.linalg.qr(torch.randn(size, size, **options))
+        basis = basis * upper.diagonal().sign()  # uniform over all orthogonal matrices
+        matrix = (basis * values) @ basis.mT
+        return (matrix + matrix.mT) / 2
+
+    def whiten(self, weights: Float[Tensor, "*rows model"]) -> Float[Tensor, "*some model"]:
+        """S = Σ^½ W_QK Σ^½, or its eigenvalues where they suffice."""
+        if weights.ndim == 1:
+            return weights
+        white = weights if self.color is None else self.color.mT @ weights @ self.color
+        is_diagonal = self.config.form == "symmetric" and self.last_mean is None
+        return torch.linalg.eigvalsh(white) if is_diagonal else white
+
+    def exact(self, weights: Float[Tensor, "*rows model"], temperature: float) -> Profile:
+        """The exact ρ of the drawn form."""
+        make = QKForm.from_eigenvalues if weights.ndim == 1 else QKForm.from_matrix
+        return propagation(make(weights, temperature=temperature), self.process)
+
+    def draw(
+        self, form: Float[Tensor, "*rows model"], size: int, generator: torch.Generator
+    ) -> tuple[Float[Tensor, "size tokens"], Float[Tensor, "size tokens"]]:
         """Logits over the keys, and P(gate open | last token), for so many sequences."""
         tokens, model = self.config.tokens, self.config.model
-        if self.config.estimator == "conditional":
-            last = torch.randn(size, model, generator=self.generator, dtype=torch.float64)
-            last *= self.last.sqrt()
-            noise = torch.randn(size, tokens, generator=self.generator, dtype=torch.float64)
-            ask, along = self._ask(last)
-            spread = ask.norm(dim=-1, keepdim=True) * (noise @ self.rest.mT)
-            logits = self.follow * along + spread
-            if self.mean is not None:
-                logits = logits + ask @ self.mean.mT
+        is_whole = self.config.estimator == "count"
+        if is_whole:
+            steps = torch.randn(size, tokens, model, generator=generator)
+            last = (self.root[-1].expand(size, 1, tokens) @ steps)[:, 0]
         else:
-            walk = torch.randn(size, tokens, model, generator=self.generator)
-            walk = walk.cumsum_(1) if self.is_walk else self.root @ walk
-            last = walk[:, -1].double()
-            ask, along = self._ask(last)
-            logits = (walk @ ask.float()[..., None])[..., 0].double()
-            if self.mean is not None:
-                logits = logits + ask @ self.mean.mT
-        middle = self.cross * along / self.last
-        if self.mean is not None:
-            middle = middle + ask @ (self.mean - self.mean.mean(0)).mT / tokens
-        deviation = self.free * ask.norm(dim=-1, keepdim=True) / self.temperature
-        chance = normal_between(1 / tokens + middle / self.temperature, deviation)
-        return logits / self.temperature, chance
-
-    def _ask(
-        self, last: Float[Tensor, "size model"]
-    ) -> tuple[Float[Tensor, "size model"], Float[Tensor, "size 1"]]:
-        """S x_T, and its product with the last token's own deviation from the mean."""
-        token = last if self.mean is None else last + self.mean[-1]
-        ask = token * self.form if self.form.ndim == 1 else token @ self.form.mT
-        return ask, (last * ask).sum(-1, keepdim=True)
+            noise = torch.randn(size, model + tokens, generator=generator)
+            last, steps = noise[:, :model] * self.deviation, noise[:, model:]
+        token = last if self.last_mean is None else last + self.last_mean
+        ask = token * form if form.ndim == 1 else token @ form
+        along, norm = (last * ask).sum(-1, keepdim=True), ask.norm(dim=-1, keepdim=True)
+        if is_whole:
+            logits = (ask[:, None] @ steps.mT)[:, 0] @ self.root.mT
+        else:
+            logits = self.follow * along + norm * (steps @ self.rest.mT)
+        middle = self.cross * along + 1 / tokens
+        if self.key_mean is not None:
+            shift = ask @ self.key_mean.mT
+            logits, middle = logits + shift, middle + shift / tokens
+        width = math.sqrt(2) * self.free * norm
+        return logits, (torch.erf(middle / width) + torch.erf((1 - middle) / width)) / 2
 
 
-class _Shelf:
-    """Finished units on disk, under a name that depends on everything that decides their values."""
-
-    def __init__(self, store: Path | None, config: SimulateConfig, process: TokenProcess) -> None:
-        self.folder = None
-        if store is not None:
-            digest = blake2b(json.dumps(asdict(config), sort_keys=True).encode(), digest_size=8)
-            for part in (process.kernel, process.covariance, process.mean):
-                digest.update(b"none" if part is None else part.double().numpy().tobytes())
-            self.folder = store / f"simulate-{digest.hexdigest()}"
-
-    def load(self, index: int) -> UnitResult | None:
-        """A finished unit; one that cannot be read is run again."""
-        if self.folder is None:
-            return None
-        try:
-            return UnitResult.from_dict(json.loads(self._path(index).read_text()))
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-
-    def save(self, index: int, data: dict[str, Any]) -> None:
-        if self.folder is not None:
-            write_file(self._path(index), json.dumps(data))
-
-    def _path(self, index: int) -> Path:
-        assert self.folder is not None
-        return self.folder / f"unit-{index:05d}.json"
+def _folder(store: Path, plan: _Plan) -> Path:
+    """Where finished units lie: a name that depends on everything that decides their values."""
+    versions = {name: version(name) for name in ("locater", "torch")}
+    text = json.dumps({**asdict(plan.config), **versions}, indent=2)
+    digest = blake2b(text.encode(), digest_size=8)
+    for part in (plan.process.kernel, plan.process.covariance, plan.process.mean):
+        digest.update(b"none" if part is None else part.double().numpy().tobytes())
+    folder = store / f"simulate-{digest.hexdigest()}"
+    write_file(folder / "config.json", text)  # and find out now whether we may write
+    return folder
 
 
-def _draw_form(
-    config: SimulateConfig,
-    process: TokenProcess,
-    mean: float,
-    scale: float,
-    generator: torch.Generator,
-) -> QKForm:
-    """W_QK with eigenvalues from N(mean, scale²) in a random orthogonal basis (Section 5)."""
-    temperature, size = config.temperature or math.sqrt(config.model), config.model
-    if config.form == "asymmetric":
-        noise = torch.randn(size, size, generator=generator, dtype=torch.float64)
-        matrix = mean * torch.eye(size, dtype=torch.float64) + scale * noise / math.sqrt(size)
-        return QKForm.from_matrix(matrix, temperature=temperature)
-    values = mean + scale * torch.randn(size, generator=generator, dtype=torch.float64)
-    if process.covariance is None and process.mean is None:  # then the basis does not matter
-        return QKForm.from_eigenvalues(values, temperature=temperature)
-    noise = torch.randn(size, size, generator=generator, dtype=torch.float64)
-    basis, upper = torch.linalg.qr(noise)
-    basis = basis * upper.diagonal().sign()  # uniform over all orthogonal matrices
-    matrix = (basis * values) @ basis.mT
-    return QKForm.from_matrix((matrix + matrix.mT) / 2, temperature=temperature)
+def _load(path: Path) -> UnitResult | None:
+    """A finished unit; one that cannot be read is run again."""
+    try:
+        return UnitResult.from_dict(json.loads(path.read_text()))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
-def _white_mean(process: TokenProcess) -> Float[Tensor, "tokens model"] | None:
-    if process.mean is None or process.covariance is None:
-        return None if process.mean is None else process.mean.double()
-    root = covariance_root(process.covariance.double())
-    mean = process.mean.double()
+def _white_mean(
+    mean: Float[Tensor, "tokens model"], root: Float[Tensor, "model model"]
+) -> Float[Tensor, "tokens model"]:
+    """The means in coordinates in which the covariance is the identity."""
     white = torch.linalg.lstsq(root, mean.mT, driver="gelsd").solution.mT
     if not torch.allclose(white @ root.mT, mean, rtol=1e-6, atol=1e-6 * float(mean.abs().amax())):
         raise ConfigError(
