@@ -132,7 +132,7 @@ def collapse_bounds(
                 "10a",
                 "|tr W_QK| <= ||Sigma^-1||_F sqrt(tr W^2)",
                 plain.trace.abs(),
-                inverse_f * root,
+                (inverse_f * root).nan_to_num(math.inf, posinf=math.inf),
             ),
             Inequality("10b", "||W_QK||_2 <= |tr W_QK|", plain.spectral_norm, plain.trace.abs()),
         ]
@@ -178,7 +178,7 @@ def collapse_bounds(
             "10b",
             "||W_QK||_F <= ||Sigma^-1||_2 ||S||_F",
             plain.frobenius_squared.sqrt(),
-            inverse2 * scale.sqrt(),
+            (inverse2 * scale.sqrt()).nan_to_num(math.inf, posinf=math.inf),  # not ∞ · 0
         ),
     ]
 

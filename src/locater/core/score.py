@@ -374,7 +374,8 @@ def _centered(values: Tensor, axis: int) -> Tensor:
 def _factor(joint: Float[Tensor, "rows size size"]) -> Float[Tensor, "rows size size"]:
     """L with L Lᵀ = joint: Cholesky, or an eigenvalue root for the rows that are singular."""
     factor, failed = torch.linalg.cholesky_ex(joint)
-    if bool((failed > 0).any()):
-        singular = failed > 0
+    pivots = factor.diagonal(dim1=-2, dim2=-1)
+    singular = (failed > 0) | ~(pivots.amin(-1) > 1e-6 * pivots.amax(-1))
+    if bool(singular.any()):
         factor[singular] = semidefinite_root(joint[singular])
     return factor

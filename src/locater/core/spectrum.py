@@ -324,6 +324,10 @@ def covariance_root(
 
 
 def semidefinite_root(gram: Float[Tensor, "*heads size size"]) -> Float[Tensor, "*heads size size"]:
-    """A root R with R Rᵀ equal to a positive semidefinite matrix, which may be singular."""
+    """A root R with R Rᵀ equal to a positive semidefinite matrix, which may be singular.
+
+    Eigenvalues that are rounding error count as zero: their roots would be 10⁸ times larger.
+    """
     values, vectors = torch.linalg.eigh(gram)
-    return vectors * values.clamp_min(0).sqrt()[..., None, :]
+    noise = gram.shape[-1] * torch.finfo(gram.dtype).eps * values[..., -1:].abs()
+    return vectors * torch.where(values > noise, values, 0.0).sqrt()[..., None, :]
