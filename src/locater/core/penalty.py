@@ -74,18 +74,19 @@ class LocAteRConfig:
 class PenaltyTerms:
     """Per query head: tr(W) and ‖W‖²_F, with what their gradients need."""
 
-    query: Float[Tensor, "heads head model"]
-    key: Float[Tensor, "groups head model"]
-    trace: Float[Tensor, " heads"]
-    frobenius_squared: Float[Tensor, " heads"]
-    query_gram: Float[Tensor, "heads head head"]
-    key_gram: Float[Tensor, "groups head head"]
+    query: Float[Tensor, "groups share head model"]
+    key: Float[Tensor, "groups 1 head model"]
+    trace: Float[Tensor, "groups share"]
+    frobenius_squared: Float[Tensor, "groups share"]
+    products: tuple[Tensor, ...]
+    """The Gram matrices of query and key; or W itself, where heads are nearly as wide as the model
+    and that takes one product less."""
 
     @classmethod
     def of(
         cls, query: Float[Tensor, "heads head model"], key: Float[Tensor, "groups head model"]
     ) -> PenaltyTerms:
-        """One product per factor, in float32 or better; heads share keys in consecutive groups."""
+        """Contract in float32 or better; consecutive query heads share a key head."""
         if query.shape[1:] != key.shape[1:] or query.shape[0] % key.shape[0]:
             raise InputError(
                 f"query is {tuple(query.shape)} and key is {tuple(key.shape)}.",
@@ -93,27 +94,34 @@ class PenaltyTerms:
             )
         if query.dtype not in (torch.float32, torch.float64):
             query, key = query.float(), key.float()
-        grouped = query.unflatten(0, (key.shape[0], -1))
-        query_gram, key_gram = query @ query.mT, key @ key.mT
-        # elementwise products and a sum: long dot products lose digits in float32
-        trace = (grouped * key[:, None]).sum((-2, -1)).flatten()
-        norm = (query_gram.unflatten(0, grouped.shape[:2]) * key_gram[:, None]).sum((-2, -1))
-        return cls(query, key, trace, norm.flatten(), query_gram, key_gram)
+        query, key = query.unflatten(0, (key.shape[0], -1)), key[:, None]
+        if 4 * query.shape[-2] >= 3 * query.shape[-1]:
+            form = query.mT @ key
+            trace, norm = form.diagonal(dim1=-2, dim2=-1).sum(-1), form.square().sum((-2, -1))
+            return cls(query, key, trace, norm, (form,))
+        # row by row: one long dot product loses digits in float32
+        trace = torch.linalg.vecdot(query, key).sum(-1)
+        grams = query @ query.mT, key @ key.mT
+        return cls(query, key, trace, (grams[0] * grams[1]).sum((-2, -1)), grams)
 
     def gradients(
-        self, scale: float, pull: Float[Tensor, " heads"]
+        self, scale: float, pull: Float[Tensor, "groups share"]
     ) -> tuple[Float[Tensor, "heads head model"], Float[Tensor, "groups head model"]]:
         """∂/∂W_Q and ∂/∂W_K of scale·‖W‖²_F + (a term whose derivative in the trace is pull).
 
         Paper: Section 6.  Erratum E22: the printed gradient of the mean term has tr(W_QK) for 2.
         """
-        groups = self.key.shape[0]
-        grouped = self.query.unflatten(0, (groups, -1))
-        pulls = pull.view(groups, -1, 1, 1)
-        query = torch.matmul(self.key_gram[:, None], grouped).mul_(2 * scale)
-        query.addcmul_(pulls.expand_as(query), self.key[:, None].expand_as(query))
-        key = (2 * scale * self.query_gram.unflatten(0, (groups, -1)).sum(1)) @ self.key
-        key += (pulls * grouped).sum(1)
+        pull = pull[..., None, None]
+        if len(self.products) == 1:
+            form = 2 * scale * self.products[0]
+            form.diagonal(dim1=-2, dim2=-1).add_(pull[..., 0])
+            query, key = self.key @ form.mT, (self.query @ form).sum(1)
+        else:
+            query_gram, key_gram = self.products
+            query = (2 * scale * key_gram) @ self.query
+            query.addcmul_(pull.expand_as(query), self.key.expand_as(query))
+            key = (2 * scale * query_gram.sum(1)) @ self.key[:, 0]
+            key.add_((pull * self.query).sum(1))
         return query.flatten(0, 1), key
 
 
