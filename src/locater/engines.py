@@ -94,19 +94,15 @@ def _on_ray(
             ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
             raise _no_cluster(address, str(error)) from error
-
-    @ray.remote(num_cpus=1, max_retries=5)
-    def task(unit: int) -> Result:
-        torch.set_num_threads(1)
-        return work(unit)
-
     try:
-        waiting = {task.remote(unit): unit for unit in units}
+        task: Any = ray.remote(num_cpus=1, max_retries=5)(_task)
+        shared = ray.put(work)
+        waiting = {task.remote(shared, unit): unit for unit in units}
         while waiting:
             for done in ray.wait(list(waiting))[0]:
                 yield waiting.pop(done), ray.get(done)
-    except ray.exceptions.RayTaskError:
-        raise  # the work itself failed
+    except ray.exceptions.RayTaskError as error:  # the work itself failed
+        raise error.cause from error
     except ray.exceptions.RayError as error:
         raise LocaterError(
             f"the Ray cluster lost a unit: {error}",
@@ -115,6 +111,11 @@ def _on_ray(
     finally:
         if is_ours:
             ray.shutdown()
+
+
+def _task(work: Callable[[int], Result], unit: int) -> Result:
+    torch.set_num_threads(1)
+    return work(unit)
 
 
 def _check_answers(address: str) -> None:
