@@ -351,13 +351,13 @@ SAMPLES = torch.ones(4, 3, 2)
         (lambda: WALK.truncate(1), ConfigError, "cannot keep 1 of 3 tokens.", "at least 2"),
         (lambda: WALK.truncate(4), ConfigError, "cannot keep 4 of 3 tokens.", "at least 2"),
         (
-            lambda: WALK.sample(0, model=2),
+            lambda: WALK.sample(0, model=2, generator=torch.Generator()),
             ConfigError,
             "cannot draw 0 sequences in 2 dimensions.",
             "count >= 1",
         ),
         (
-            lambda: WALK.sample(3),
+            lambda: WALK.sample(3, generator=torch.Generator()),
             ConfigError,
             "cannot draw 3 sequences in None dimensions.",
             "model= for a process without a covariance",

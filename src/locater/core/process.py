@@ -169,7 +169,7 @@ class TokenProcess:
         return replace(self, kernel=self.kernel[:tokens, :tokens], mean=mean)
 
     def sample(
-        self, count: int, *, model: int | None = None, generator: torch.Generator | None = None
+        self, count: int, *, generator: torch.Generator, model: int | None = None
     ) -> Float[Tensor, "count tokens model"]:
         """Draw token sequences, in float64 and on the kernel's device."""
         known = self.covariance if self.covariance is not None else self.mean

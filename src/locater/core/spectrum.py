@@ -115,7 +115,7 @@ class QKForm:
         >>> round(spectrum.xi.item(), 9), round(spectrum.eta.item(), 9)
         (5.0, 0.1)
         """
-        if dim < 1 or abs(xi) > math.sqrt(dim) or eta < 0:
+        if dim < 1 or not (abs(xi) <= math.sqrt(dim) and 0 <= eta < math.inf):
             raise ConfigError(
                 f"no spectrum of {dim} eigenvalues has xi = {xi:g}, eta = {eta:g}.",
                 hint="Eq. 5 asks for |xi| <= sqrt(dim), and eta must not be negative.",
@@ -329,5 +329,5 @@ def semidefinite_root(gram: Float[Tensor, "*heads size size"]) -> Float[Tensor, 
     Eigenvalues that are rounding error count as zero: their roots would be 10⁸ times larger.
     """
     values, vectors = torch.linalg.eigh(gram)
-    noise = gram.shape[-1] * torch.finfo(gram.dtype).eps * values[..., -1:].abs()
+    noise = max(1e-13, gram.shape[-1] * torch.finfo(gram.dtype).eps) * values[..., -1:].abs()
     return vectors * torch.where(values > noise, values, 0.0).sqrt()[..., None, :]

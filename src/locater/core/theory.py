@@ -74,9 +74,10 @@ def rho_limit(
     >>> rho_limit(torch.tensor([0.6]).double(), xi=5.0, eta=0.5)
     tensor([0.9401], dtype=torch.float64)
     """
-    if not (math.isfinite(xi) and eta > 0):
+    if not (math.isfinite(xi) and 0 < eta < math.inf and tokens >= 2):
         raise ConfigError(
-            f"Eq. 6 needs a finite xi and a positive eta, got xi = {xi}, eta = {eta}.",
+            f"Eq. 6 needs a finite xi and a positive finite eta (and at least 2 tokens, not "
+            f"{tokens:g}), got xi = {xi}, eta = {eta}.",
             hint="xi = tr(W)/sqrt(tr(W^2)), eta = sqrt(tr(W^2))/temperature.",
         )
     if lemma1 == "as_printed":
@@ -108,6 +109,8 @@ def logit_moments(
     form: QKForm, process: TokenProcess
 ) -> tuple[Float[Tensor, "*heads tokens"], Float[Tensor, "*heads tokens tokens"]]:
     """Exact mean and covariance of the last token's logits ω over all keys, 1/λ included.
+
+    A key bias without rotation adds the same to all keys and is left out: no softmax sees it.
 
     >>> mean, covariance = logit_moments(
     ...     QKForm.from_eigenvalues(torch.ones(2), temperature=1.0), TokenProcess.random_walk(3)
