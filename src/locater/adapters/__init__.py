@@ -1,0 +1,1 @@
+"""What knows models and files: where families keep their queries and keys, live or on disk."""
