@@ -15,15 +15,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from locater.adapters.recipes import (
+from locater.adapters.layout import AttentionLayout, Projection, Skipped
+from locater.adapters.positions import Config
+from locater.adapters.recipes import RECIPES
+from locater.adapters.resolve import (
     HEADS,
     INPUT_CAVEAT,
-    RECIPES,
-    AttentionLayout,
-    Config,
-    Projection,
     Recipe,
-    Skipped,
     layouts_by_config,
     plain_name,
 )
@@ -359,12 +357,12 @@ def _named(model: nn.Module, side: nn.Module | nn.Parameter) -> tuple[str, Sourc
     """Find a pair's projection in the model, so that it is read where wrappers put it."""
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
-        if module is side:
+        if isinstance(side, nn.Module) and module is side:
             base = getattr(module, "base_layer", None)
             if isinstance(base, nn.Module):
-                return f"{prefix}base_layer.weight", Source(base, "weight", module)
+                return f"{prefix}base_layer.weight", Source(base, "weight", side)
             if isinstance(getattr(module, "weight", None), Tensor):
-                return f"{prefix}weight", Source(module, "weight")
+                return f"{prefix}weight", Source(side, "weight")
         for name, parameter in module._parameters.items():
             if parameter is side:
                 return f"{prefix}{name}", Source(module, name)

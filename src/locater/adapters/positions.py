@@ -72,9 +72,11 @@ def rope_settings(config: Config, layer: int) -> dict[str, Any]:
     """Gather a layer's rotary settings, whichever spelling the config uses."""
     stored = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = layer_type(config, layer)
+    local = kind == "sliding_attention"
     if any(isinstance(value, Mapping) for value in stored.values()):  # one set per kind of layer
         stored = stored.get(kind) or {}
-    local = kind == "sliding_attention"
+    elif local and "rope_local_base_freq" in config:
+        stored = {}  # Gemma 3 stretches its global layers only
     spelled = {
         "rope_theta": _first(
             config,
@@ -89,8 +91,6 @@ def rope_settings(config: Config, layer: int) -> dict[str, Any]:
             config, "original_max_position_embeddings", "max_position_embeddings"
         ),
     }
-    if local and "rope_local_base_freq" in config:
-        stored = {}  # Gemma 3 stretches its global layers only
     return {**spelled, **{key: value for key, value in stored.items() if value is not None}}
 
 

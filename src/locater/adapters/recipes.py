@@ -7,48 +7,24 @@ same row reads a checkpoint on disk and a model in training.
 from __future__ import annotations
 
 import math
-import re
-from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from locater.adapters.layout import AttentionLayout as AttentionLayout
-from locater.adapters.layout import Kind as Kind
 from locater.adapters.layout import Projection as Projection
 from locater.adapters.layout import Skipped as Skipped
 from locater.adapters.positions import Config as Config
 from locater.adapters.positions import RotarySpec as RotarySpec
-from locater.adapters.positions import layer_type, rotary_spec
-from locater.errors import LocaterError
+from locater.adapters.resolve import Recipe as Recipe
+from locater.adapters.resolve import Shapes as Shapes
+from locater.adapters.resolve import layouts_by_config
 
-Shapes = Mapping[str, tuple[int, ...]]
-Temperature = Callable[[Config, int, int], float]
-
-HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "nhead", "heads")
-"""How configs and modules spell the number of heads; a `decoder_attention_heads` comes first."""
-KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads", "n_kv_head")
-HEAD_DIM = ("head_dim", "d_kv")
-QK_NORM = ("use_qk_norm", "qk_layernorm", "use_qk_layernorm", "qk_norm")
-ROPE = ("rope_parameters", "rope_theta", "rope_scaling", "rotary_dim", "rotary_pct")
-
-INPUT_CAVEAT = "x is what the projection reads, after any LayerNorm and its gains"
-CROSS_CAVEAT = "cross-attention: W_QK couples two token processes, the decoder's and the encoder's"
-NORM_CAVEAT = (
-    "queries and keys are normalized before their product (qk-norm): no fixed W_QK exists, "
-    "the spectrum is that of the weights alone"
-)
 NAMES_CAVEAT = "recognized by its tensor names alone; temperature and positions are assumed"
 MLA_REASON = (
     "multi-head latent attention normalizes between its low-rank factors, "
     "so no fixed W_QK exists; measure the running model instead"
 )
-
-
-def root_of_head(config: Config, head_dim: int, layer: int) -> float:
-    """λ = √head_dim."""
-    return math.sqrt(head_dim)
 
 
 def unscaled(config: Config, head_dim: int, layer: int) -> float:
@@ -58,7 +34,7 @@ def unscaled(config: Config, head_dim: int, layer: int) -> float:
 
 def said_by_module(config: Config, head_dim: int, layer: int) -> float:
     """λ from a live module's `scaling` or `scale`, as factor or divisor; else √head_dim."""
-    scale = _value(config, ("scaling", "scale", "softmax_scale"))
+    scale = config.get("scaling", config.get("scale"))
     if not isinstance(scale, float) or scale <= 0:
         return math.sqrt(head_dim)
     return scale if scale > 1 else 1 / scale
@@ -77,491 +53,93 @@ def _granite_temperature(config: Config, head_dim: int, layer: int) -> float:
     return 1 / float(config.get("attention_multiplier") or 1.0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """Where one family keeps its queries and keys.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "clip_text_model": {"num_attention_heads": 8},
+    "clip_vision_model": {"num_attention_heads": 12},
+    "siglip_text_model": {"num_attention_heads": 12},
+    "siglip_vision_model": {"num_attention_heads": 12},
+    "llama": {"num_attention_heads": 32},
+    "mistral": {"num_attention_heads": 32},
+    "qwen2": {"num_attention_heads": 32},
+    "qwen3": {"num_attention_heads": 32, "head_dim": 128},
+    "gemma": {"num_attention_heads": 16, "head_dim": 256},
+    "gemma2": {"num_attention_heads": 8, "head_dim": 256, "query_pre_attn_scalar": 256},
+    "gemma3_text": {
+        "num_attention_heads": 8,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+        "sliding_window_pattern": 6,
+    },
+}
+"""What a model type assumes where its config is silent: composite configs leave defaults out."""
 
-    >>> mine = Recipe(family="mine", query="ask", key="answer")
-    >>> shapes = {"blocks.0.mix.ask.weight": (8, 8), "blocks.0.mix.answer.weight": (8, 8)}
-    >>> found, skipped = layouts(shapes, {"num_heads": 2}, recipes=[mine])
-    >>> found[0].name, found[0].heads, found[0].head_dim
-    ('blocks.0.mix', 2, 4)
-    """
+_PROJ = Recipe(family="projections", query="q_proj", key="k_proj", defaults=DEFAULTS)
+_ROTARY = replace(_PROJ, rotary="half", part="decoder")
+_FUSED = Recipe(family="fused", query="query_key_value", packing="grouped", part="decoder")
+_NAMED = Recipe(family="named", query="query", key="key")
+_BERT = ("bert", "roberta", "xlm-roberta", "camembert", "electra")
+_SEQ2SEQ = ("bart", "mbart", "marian", "pegasus", "m2m_100", "whisper")
+_CLIP = ("clip", "clip_text_model", "clip_vision_model")
+_SIGLIP = ("siglip", "siglip_text_model", "siglip_vision_model")
+_VIT = ("vit", "deit", "dinov2")
+_GGUF = Recipe(family="gguf", query="attn_q", key="attn_k", part="decoder")
+_GPT2 = Recipe(family="gpt2", query="c_attn", part="decoder", temperature=_gpt2_temperature)
+_T5 = Recipe(family="t5", query="q", key="k", position_bias="t5")
+_ANY = Recipe(family="", query="", temperature=said_by_module, caveats=(NAMES_CAVEAT,))
 
-    family: str
-    query: str
-    """The query projection's name below its attention module: `q_proj`, or `in_proj_weight`."""
-    key: str = ""
-    """The key projection's name; empty where query, key and value share one tensor."""
-    model_types: tuple[str, ...] = ()
-    """The config's `model_type`s that this row reads; empty: any that no other row names."""
-    packing: Literal["concatenated", "grouped"] = "concatenated"
-    """How a shared tensor is cut: all queries, all keys, all values; or for every key head its
-    queries, its key, its value."""
-    transposed: bool | None = False
-    """Stored as (model, rows); None: the longer side is the rows."""
-    key_parts: int = 1
-    """2 where the key's tensor holds keys, then values."""
-    heads: tuple[str, ...] = HEADS
-    """Config keys that may hold the number of heads."""
-    temperature: Temperature = root_of_head
-    """λ from the config, the head dimension and the layer."""
-    rotary: Literal["half", "interleaved", "half if configured"] | None = None
-    position_bias: Literal["alibi", "scaled alibi", "t5"] | None = None
-    part: str = ""
-    """Which part of a model it is, where the names do not tell."""
-    caveats: tuple[str, ...] = ()
-    skip: str = ""
-    """Why this family cannot be read at all."""
-
-    @cached_property
-    def pattern(self) -> re.Pattern[str]:
-        """What the name of a query weight looks like."""
-        return re.compile(rf"(?:(?P<attention>.+)\.)?{re.escape(_weight(self.query))}")
-
-
-_PROJ = Recipe(
-    family="q_proj, k_proj",
-    query="q_proj",
-    key="k_proj",
-    rotary="half if configured",
-    temperature=said_by_module,
-    caveats=(NAMES_CAVEAT,),
-)
-_ABSOLUTE = Recipe(family="absolute", query="q_proj", key="k_proj")
-_ROTARY = replace(_ABSOLUTE, family="rotary", rotary="half", part="decoder")
 RECIPES: tuple[Recipe, ...] = (
-    replace(_ROTARY, model_types=("llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma", "phi")),
-    replace(_ABSOLUTE, model_types=("opt", "bart", "whisper")),
-    _PROJ,
-    Recipe(
-        family="gpt2",
-        query="c_attn",
-        transposed=None,
-        temperature=_gpt2_temperature,
-        part="decoder",
-    ),
-    Recipe(family="bert", query="query", key="key"),
+    # rotary positions
+    replace(_ROTARY, model_types=("llama", "mistral", "mixtral", "starcoder2", "smollm3")),
+    replace(_ROTARY, model_types=("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")),
+    replace(_ROTARY, model_types=("phi", "stablelm", "olmo", "olmo2", "gpt_oss", "gemma")),
+    replace(_ROTARY, model_types=("gemma2", "gemma3_text"), temperature=_gemma_temperature),
+    replace(_ROTARY, model_types=("granite",), temperature=_granite_temperature),
+    replace(_ROTARY, model_types=("gptj", "cohere"), rotary="interleaved"),
+    replace(_ROTARY, model_types=("phi3",), query="qkv_proj", key=""),
+    replace(_FUSED, model_types=("gpt_neox",), rotary="half"),
+    replace(_FUSED, model_types=("falcon",), rotary="half", position_bias="scaled alibi"),
+    Recipe(family="modernbert", query="Wqkv", rotary="half", model_types=("modernbert",)),
+    Recipe(family="llama", query="wq", key="wk", rotary="interleaved", part="decoder"),
+    replace(_GGUF, model_types=("llama",), rotary="interleaved"),  # llama.cpp reorders these heads
+    replace(_GGUF, rotary="half if configured", caveats=(NAMES_CAVEAT,)),
+    # a bias by distance
+    replace(_FUSED, model_types=("bloom",), position_bias="alibi"),
+    replace(_T5, model_types=("t5", "mt5", "umt5", "switch_transformers"), temperature=unscaled),
+    replace(_T5, model_types=("mpnet",)),
+    # absolute positions
+    replace(_GPT2, query="q_attn", key="c_attn", transposed=True, key_parts=2),
+    replace(_GPT2, transposed=None),  # Conv1D in Hugging Face's, nn.Linear in nanoGPT's
+    replace(_PROJ, model_types=("gpt_neo",), part="decoder", temperature=unscaled),
+    replace(_PROJ, model_types=("opt", *_SEQ2SEQ, *_CLIP, *_SIGLIP, "wav2vec2", "hubert")),
+    replace(_PROJ, model_types=_VIT, part="vision"),
+    replace(_NAMED, model_types=_VIT, part="vision"),  # as stored by earlier versions
+    replace(_NAMED, model_types=_BERT),
+    replace(_NAMED, model_types=("albert",), caveats=("one set of weights serves all layers",)),
+    Recipe(family="distilbert", query="q_lin", key="k_lin", part="encoder"),
     Recipe(family="multihead", query="in_proj_weight"),
     Recipe(family="multihead", query="q_proj_weight", key="k_proj_weight"),
+    # known not to have a form
+    Recipe(family="mla", query="kv_a_proj_with_mqa", skip=MLA_REASON),
+    # whatever else bears these names: fairseq, timm, diffusers, a user's own
+    replace(_ANY, family="q_proj", query="q_proj", key="k_proj", rotary="half if configured"),
+    replace(_ANY, family="query", query="query", key="key"),
+    replace(_ANY, family="q", query="q", key="k"),
+    replace(_ANY, family="to_q", query="to_q", key="to_k"),
+    replace(_ANY, family="qkv", query="qkv"),
+    replace(_ANY, family="to_qkv", query="to_qkv"),
 )
-
-DEFAULTS: dict[str, dict[str, Any]] = {}
-"""What a model type assumes where its config is silent: composite configs leave defaults out."""
 
 
 def layouts(
     shapes: Shapes, config: Config, *, recipes: Sequence[Recipe] = RECIPES
 ) -> tuple[list[AttentionLayout], list[Skipped]]:
-    """Find every attention among named tensors, and say which could not be read and why."""
-    return layouts_by_config(shapes, lambda attention: config, recipes=recipes)
+    """Find every attention among named tensors, and say which could not be read and why.
 
-
-def layouts_by_config(
-    shapes: Shapes, config_of: Callable[[str], Config], *, recipes: Sequence[Recipe] = RECIPES
-) -> tuple[list[AttentionLayout], list[Skipped]]:
-    """Do the same where each attention, by its plain name, has a config of its own."""
-    names = _Names.of(shapes)
-    sites = _sites(names, recipes)
-    if not sites:
-        raise unknown_family(shapes)
-    found: list[AttentionLayout] = []
-    skipped: list[Skipped] = []
-    unnumbered = 0
-    for attention, rows in sites.items():
-        layer = _layer(attention)
-        if layer is None:
-            layer, unnumbered = unnumbered, unnumbered + 1
-        try:
-            found.append(_Site(names, attention, layer, config_of(attention)).layout(rows))
-        except _UnreadableError as reason:
-            skipped.append(Skipped(name=attention, reason=str(reason)))
-    return found, skipped + list(_unrecognized(names, sites))
-
-
-def unknown_family(names: Iterable[str]) -> LocaterError:
-    """The error of a model that no recipe reads, with the names it has."""
-    patterns = list(dict.fromkeys(re.sub(r"\d+", "#", name) for name in names))
-    shown = ", ".join(patterns[:24]) + (", …" if len(patterns) > 24 else "")
-    return LocaterError(
-        f"no recipe finds queries and keys among these tensors: {shown or '(none)'}.",
-        hint="name them: Recipe(family='mine', query='child that makes queries', "
-        "key='child that makes keys'), and pass recipes=(mine, *RECIPES).",
-    )
-
-
-WRAPPERS = (
-    "module",
-    "_orig_mod",
-    "_fsdp_wrapped_module",
-    "_checkpoint_wrapped_module",
-    "base_layer",
-)
-
-
-def plain_name(name: str) -> str:
-    """Drop what DDP, torch.compile, FSDP1, checkpointing, PEFT and parametrizations add to a name.
-
-    >>> plain_name("module._orig_mod.base_model.model.h.0.attn.c_attn.base_layer.weight")
-    'h.0.attn.c_attn.weight'
+    >>> shapes = {"h.0.attn.c_attn.weight": (8, 24), "h.0.attn.c_attn.bias": (24,)}
+    >>> (found,), skipped = layouts(shapes, {"model_type": "gpt2", "n_head": 2})
+    >>> found.family, found.heads, found.key.start, found.key.transposed
+    ('gpt2', 2, 8, True)
     """
-    name = re.sub(r"\.parametrizations\.(\w+)\.original[01]?$", r".\1", name)
-    parts = [part for part in name.split(".") if part not in WRAPPERS]
-    return re.sub(r"(^|\.)base_model\.model\.", r"\1", ".".join(parts))
-
-
-@dataclass(frozen=True)
-class _Names:
-    """Stored tensors under their plain names."""
-
-    stored: Mapping[str, str]
-    shapes: Shapes
-    modules: frozenset[str]
-
-    @classmethod
-    def of(cls, shapes: Shapes) -> _Names:
-        stored = {plain_name(name): name for name in shapes}
-        if len(stored) < len(shapes):  # two tensors differ in their wrappers alone
-            stored = {name: name for name in shapes}
-        return cls(stored, shapes, frozenset(name.rpartition(".")[0] for name in stored))
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.stored
-
-    def below(self, module: str) -> list[str]:
-        """The names under a module, relative to it."""
-        prefix = f"{module}." if module else ""
-        return [name[len(prefix) :] for name in self.stored if name.startswith(prefix)]
-
-    def matrix(self, name: str, transposed: bool | None) -> tuple[int, int, bool]:
-        """A stored weight's rows and columns in nn.Linear's order, and if they are transposed."""
-        shape = tuple(self.shapes[self.stored[name]])
-        if len(shape) != 2 or 1 in shape:
-            raise _UnreadableError(
-                f"{name} has shape {shape}, which is not that of a weight matrix; "
-                "packed (quantized) weights cannot be read"
-            )
-        flipped = shape[1] > shape[0] if transposed is None else transposed
-        rows, columns = shape[::-1] if flipped else shape
-        return rows, columns, flipped
-
-
-class _UnreadableError(Exception):
-    """Why an attention cannot be read; becomes a `Skipped`."""
-
-
-def _sites(names: _Names, recipes: Sequence[Recipe]) -> dict[str, list[Recipe]]:
-    """Every attention, in the order of its layers, with the rows whose names fit it."""
-    sites: dict[str, list[Recipe]] = {}
-    for recipe in recipes:
-        for name in names.stored:
-            match = recipe.pattern.fullmatch(name)
-            if match is None:
-                continue
-            attention = match["attention"] or ""
-            if not recipe.key or _join(attention, _weight(recipe.key)) in names:
-                sites.setdefault(attention, []).append(recipe)
-    return {attention: sites[attention] for attention in sorted(sites, key=_natural)}
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Sort layer 10 after layer 2."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
-
-
-def _weight(child: str) -> str:
-    return child if child.endswith("_weight") else f"{child}.weight"
-
-
-def _join(*parts: str) -> str:
-    return ".".join(part for part in parts if part)
-
-
-def _value(config: Config, keys: Iterable[str]) -> Any:
-    return next((config[key] for key in keys if config.get(key) is not None), None)
-
-
-_LAYER = re.compile(r"(?:layers?|blocks?|groups|blk|(?:^|\.)h)\.(\d+)(?:\.|$)")
-_CROSS = re.compile(r"(?:^|\.)(?:cross_?att\w*|encoder_attn|enc_?dec_?att\w*)(?:\.|$)", re.I)
-_TOWERS = {
-    "vision": re.compile(r"(?:^|\.)(?:vision_?\w*|visual|image_encoder)\."),
-    "audio": re.compile(r"(?:^|\.)audio_\w+\."),
-    "text": re.compile(r"(?:^|\.)(?:text_model|text_encoder|language_model)\."),
-}
-_STACKS = {part: re.compile(rf"(?:^|\.){part}\.") for part in ("decoder", "encoder")}
-_SUBCONFIGS = {
-    "vision": ("vision_config",),
-    "audio": ("audio_config",),
-    "text": ("text_config", "llm_config"),
-    "decoder": ("decoder",),
-    "encoder": ("encoder",),
-}
-_NORMS = re.compile(r"(?:q|k|query|key)_?(?:layer)?_?(?:norm|ln)\b|(?:norm|ln)_?[qk]\b", re.I)
-_SUSPECT = re.compile(r"(?:\w+_)?(?:w?q|w?k|w?qk|w?qkv|query|key)(?:_\w+)?", re.I)
-
-
-def _layer(attention: str) -> int | None:
-    match = _LAYER.search(attention) or re.search(r"(?:^|\.)(\d+)(?:\.|$)", attention)
-    return int(match[1]) if match else None
-
-
-def _part(attention: str, usual: str = "") -> str:
-    path = f"{attention}."
-    for part, pattern in _TOWERS.items():
-        if pattern.search(path):
-            return part
-    if usual:
-        return usual
-    return next((part for part, pattern in _STACKS.items() if pattern.search(path)), "model")
-
-
-def _kind(attention: str, names: _Names) -> Kind:
-    parent, _, last = attention.rpartition(".")
-    beside = {"multihead_attn": "self_attn", "attn2": "attn1"}.get(last)  # torch, diffusers
-    if _CROSS.search(attention) or (beside and _join(parent, beside) in names.modules):
-        return "cross"
-    return "self"
-
-
-def _own_config(attention: str, config: Config) -> Config:
-    """The part of a composite config that speaks of this attention, completed with defaults."""
-    for key in _SUBCONFIGS.get(_part(attention), ()):
-        if isinstance(config.get(key), Mapping):
-            config = config[key]
-            break
-    else:
-        text = config.get("text_config")
-        if isinstance(text, Mapping) and _value(config, HEADS) is None:
-            config = text
-    return ChainMap(dict(config), DEFAULTS.get(str(config.get("model_type")), {}))
-
-
-def _choose(rows: Sequence[Recipe], model_type: str | None) -> Recipe:
-    """The row that names the model's type, else the first that takes any."""
-    named = [recipe for recipe in rows if model_type in recipe.model_types]
-    for recipe in named or [recipe for recipe in rows if not recipe.model_types]:
-        return recipe
-    families = ", ".join(dict.fromkeys(recipe.family for recipe in rows))
-    raise _UnreadableError(
-        f"its names fit {families}, which differ in what they store, and the config's model_type "
-        f"is {model_type!r}; name it in a Recipe's model_types"
-    )
-
-
-def _divided(rows: int, by: int, what: str) -> int:
-    if by < 1 or rows % by:
-        raise _UnreadableError(f"{what} has {rows} rows, which {by} heads do not divide")
-    return rows // by
-
-
-@dataclass(frozen=True)
-class _Site:
-    """One place where a row's names fit, while its layout is worked out."""
-
-    names: _Names
-    attention: str
-    layer: int
-    whole: Config
-
-    @cached_property
-    def config(self) -> Config:
-        return _own_config(self.attention, self.whole)
-
-    def layout(self, rows: Sequence[Recipe]) -> AttentionLayout:
-        """Cut the tensors as the fitting row says and note what stands around them."""
-        model_type = self.config.get("model_type")
-        recipe = _choose(rows, model_type)
-        if recipe.skip:
-            raise _UnreadableError(recipe.skip)
-        part, kind = _part(self.attention, recipe.part), _kind(self.attention, self.names)
-        heads = self.count((f"{part}_attention_heads", *recipe.heads))
-        cut = self.separate if recipe.key else self.fused
-        query, key, kv_heads, head_dim, model = cut(recipe, heads)
-        declared = _value(self.config, HEAD_DIM)
-        if declared not in (None, head_dim):
-            raise _UnreadableError(
-                f"{query.weight} holds {heads} heads of {head_dim} rows, "
-                f"but the config says head_dim = {declared}"
-            )
-        temperature = recipe.temperature(self.config, head_dim, self.layer)
-        bias, position_weight = self.position(recipe, kind)
-        rotary = None
-        if kind == "self" and not str(bias).endswith("alibi"):
-            rotary = self.rotary(recipe, head_dim)
-        if rotary is not None and rotary.dimensions == head_dim:  # then it scales every logit
-            temperature /= rotary.magnitude**2
-            rotary = replace(rotary, magnitude=1.0)
-        layout = AttentionLayout(
-            name=self.attention,
-            family=str(model_type) if model_type in recipe.model_types else recipe.family,
-            layer=self.layer,
-            kind=kind,
-            part=part,
-            query=query,
-            key=key,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            model=model,
-            temperature=temperature,
-            rotary=rotary,
-            qk_norm=self.has_qk_norm(),
-            position_bias=bias,
-            position_weight=position_weight,
-            max_distance=self.config.get("relative_attention_max_distance") or 128,
-        )
-        return replace(layout, caveats=(*self.caveats(layout), *recipe.caveats))
-
-    def count(self, keys: tuple[str, ...]) -> int:
-        """The number of heads."""
-        heads = _value(self.config, keys)
-        if isinstance(heads, (list, tuple)) and self.layer < len(heads):
-            heads = heads[self.layer]
-        if not isinstance(heads, int) or heads < 1:
-            raise _UnreadableError(
-                f"the number of heads is not known: the config has none of {', '.join(keys)}"
-            )
-        return heads
-
-    def kv_heads(self, heads: int) -> int:
-        """The number of key heads in a shared tensor, which its shape does not tell."""
-        if self.config.get("multi_query") and not self.config.get("new_decoder_architecture"):
-            return 1
-        return int(_value(self.config, KV_HEADS) or heads)
-
-    def separate(self, recipe: Recipe, heads: int) -> tuple[Projection, Projection, int, int, int]:
-        """Query and key projections that have a tensor each."""
-        names = [_join(self.attention, _weight(child)) for child in (recipe.query, recipe.key)]
-        rows, width, flipped = self.names.matrix(names[0], recipe.transposed)
-        key_rows, key_width, _ = self.names.matrix(names[1], recipe.transposed)
-        if width != key_width:
-            raise _UnreadableError(
-                f"queries read {width} dimensions and keys {key_width}: "
-                "W_QK is not square and has no eigenvalues"
-            )
-        key_rows = _divided(key_rows, recipe.key_parts, names[1])
-        head_dim = _divided(rows, heads, names[0])
-        kv_heads = _divided(key_rows, head_dim, names[1])
-        _divided(heads, kv_heads, names[0])
-        in_one = recipe.query.endswith("_weight")  # nn.MultiheadAttention: one bias for all
-        query = Projection(
-            weight=self.names.stored[names[0]],
-            bias=self.bias(recipe.query),
-            transposed=flipped,
-            stop=rows,
-            bias_start=0 if in_one else None,
-        )
-        key = replace(
-            query,
-            weight=self.names.stored[names[1]],
-            bias=self.bias(recipe.key),
-            stop=key_rows,
-            bias_start=rows if in_one else None,
-        )
-        return query, key, kv_heads, head_dim, width
-
-    def fused(self, recipe: Recipe, heads: int) -> tuple[Projection, Projection, int, int, int]:
-        """Query and key projections that share one tensor with the values."""
-        name = _join(self.attention, _weight(recipe.query))
-        rows, width, flipped = self.names.matrix(name, recipe.transposed)
-        kv_heads = self.kv_heads(heads)
-        head_dim = _divided(rows, heads + 2 * kv_heads, name)
-        group = _divided(heads, kv_heads, name)
-        query = Projection(
-            weight=self.names.stored[name], bias=self.bias(recipe.query), transposed=flipped
-        )
-        if recipe.packing == "grouped":
-            query = replace(query, inner=group + 2, last=group)
-            key = replace(query, first=group, last=group + 1)
-        else:
-            middle = heads * head_dim
-            query = replace(query, stop=middle)
-            key = replace(query, start=middle, stop=middle + kv_heads * head_dim)
-        return query, key, kv_heads, head_dim, width
-
-    def bias(self, child: str) -> str | None:
-        """The stored bias of a projection."""
-        leaf = "in_proj_bias" if child.endswith("_weight") else f"{child}.bias"
-        return self.names.stored.get(_join(self.attention, leaf))
-
-    def rotary(self, recipe: Recipe, head_dim: int) -> RotarySpec | None:
-        """The rotary embedding, if this layer has one."""
-        silent = _value(self.config, ROPE) is None
-        if recipe.rotary is None or (recipe.rotary == "half if configured" and silent):
-            return None
-        layout: Literal["half", "interleaved"] = (
-            "interleaved" if recipe.rotary == "interleaved" else "half"
-        )
-        return rotary_spec(self.config, head_dim=head_dim, layer=self.layer, layout=layout)
-
-    def position(self, recipe: Recipe, kind: Kind) -> tuple[str | None, str | None]:
-        """What is added to a logit for its distance, and the tensor that holds it."""
-        if recipe.position_bias is None or kind == "cross":
-            return None, None
-        if recipe.position_bias != "t5":
-            switch = self.config.get("alibi", recipe.rotary is None)
-            return (recipe.position_bias if switch else None), None
-        leaf = "relative_attention_bias.weight"
-        first = re.sub(r"(block|layers?)\.\d+\.", r"\1.0.", self.attention, count=1)
-        places = [self.attention, first]
-        while self.attention and places[-1]:
-            places.append(places[-1].rpartition(".")[0])
-        names = [_join(place, leaf) for place in places]
-        stored = next((self.names.stored[name] for name in names if name in self.names), None)
-        return ("t5" if stored else None), stored
-
-    def has_qk_norm(self) -> bool:
-        """Whether a norm stands between the projections and their product."""
-        below = self.names.below(self.attention)
-        return any(_NORMS.match(name) for name in below) or any(
-            self.config.get(key) is True for key in QK_NORM
-        )
-
-    def caveats(self, layout: AttentionLayout) -> Iterator[str]:
-        """What the spectrum of W_Qᵀ W_K leaves out here."""
-        config = self.config
-        yield INPUT_CAVEAT
-        if layout.kind == "cross":
-            yield CROSS_CAVEAT
-        if layout.qk_norm:
-            yield NORM_CAVEAT
-        if layout.query.bias or (layout.rotary and layout.key.bias):
-            yield "biases add a term to each key's logit that the spectrum does not see"
-        if layout.rotary:
-            yield (
-                f"rotary positions ({layout.rotary.dimensions} of {layout.head_dim} dimensions, "
-                f"base {layout.rotary.base:g}, {layout.rotary.scaling}): the spectrum is that of "
-                "a query and a key at the same position"
-            )
-        if layout.rotary and layout.rotary.scaling in ("longrope", "su", "dynamic"):
-            yield "the rotary frequencies are those of texts up to the original length"
-        if layout.rotary and layout.rotary.magnitude != 1:
-            yield f"the turned dimensions are scaled by {layout.rotary.magnitude:.4g} as well"
-        if layout.position_bias:
-            yield f"a bias by distance ({layout.position_bias}) is added to the logits"
-        if str(config.get("position_embedding_type", "absolute")).startswith("relative"):
-            yield "relative position embeddings add terms to the logits that are not in the form"
-        if config.get("attn_logit_softcapping"):
-            yield f"logits are capped at ±{config['attn_logit_softcapping']:g} by a tanh"
-        if config.get("clip_qkv"):
-            yield f"queries and keys are clipped at ±{config['clip_qkv']:g}"
-        if layer_type(config, self.layer) == "sliding_attention":
-            yield f"keys beyond a window of {config.get('sliding_window')} tokens are masked"
-        if any(name.startswith("sinks") for name in self.names.below(self.attention)):
-            yield "a learned sink joins the keys in the softmax"
-
-
-def _unrecognized(names: _Names, sites: Mapping[str, Any]) -> Iterator[Skipped]:
-    """Modules with what look like queries or keys that no row reads."""
-    left: dict[str, list[str]] = {}
-    for name in names.stored:
-        module, _, leaf = name.rpartition(".")
-        attention, _, child = module.rpartition(".")
-        looks = _SUSPECT.fullmatch(child) and not re.search("norm|ln|bias|embed", child, re.I)
-        if looks and attention not in sites and not leaf.endswith("bias"):
-            left.setdefault(attention, []).append(f"{child}.{leaf}")
-    for attention, seen in left.items():
-        yield Skipped(
-            name=attention,
-            reason=f"no recipe reads {', '.join(seen[:4])}{' …' if len(seen) > 4 else ''}",
-        )
+    return layouts_by_config(shapes, lambda attention: config, recipes=recipes)

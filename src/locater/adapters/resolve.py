@@ -1,0 +1,504 @@
+"""From tensor names, shapes and a config to the layouts of a model's attentions, by recipes."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
+
+from locater.adapters.layout import AttentionLayout, Kind, Projection, Skipped
+from locater.adapters.positions import Config, RotarySpec, layer_type, rotary_spec
+from locater.errors import LocaterError
+
+Shapes = Mapping[str, tuple[int, ...]]
+Temperature = Callable[[Config, int, int], float]
+
+HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "nhead", "heads")
+"""How configs and modules spell the number of heads; a `decoder_attention_heads` comes first."""
+KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads", "n_kv_head")
+HEAD_DIM = ("head_dim", "d_kv")
+QK_NORM = ("use_qk_norm", "qk_layernorm", "use_qk_layernorm", "qk_norm")
+ROPE = ("rope_parameters", "rope_theta", "rope_scaling", "rotary_dim", "rotary_pct")
+
+INPUT_CAVEAT = "x is what the projection reads, after any LayerNorm and its gains"
+CROSS_CAVEAT = "cross-attention: W_QK couples two token processes, the decoder's and the encoder's"
+NORM_CAVEAT = (
+    "queries and keys are normalized before their product (qk-norm): no fixed W_QK exists, "
+    "the spectrum is that of the weights alone"
+)
+
+
+def root_of_head(config: Config, head_dim: int, layer: int) -> float:
+    """λ = √head_dim."""
+    return math.sqrt(head_dim)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Where one family keeps its queries and keys.
+
+    >>> mine = Recipe(family="mine", query="ask", key="answer")
+    >>> shapes = {"blocks.0.mix.ask.weight": (8, 8), "blocks.0.mix.answer.weight": (8, 8)}
+    >>> found, skipped = layouts_by_config(shapes, lambda name: {"num_heads": 2}, recipes=[mine])
+    >>> found[0].name, found[0].heads, found[0].head_dim
+    ('blocks.0.mix', 2, 4)
+    """
+
+    family: str
+    query: str
+    """The query projection's name below its attention module: `q_proj`, or `in_proj_weight`."""
+    key: str = ""
+    """The key projection's name; empty where query, key and value share one tensor."""
+    model_types: tuple[str, ...] = ()
+    """The config's `model_type`s that this row reads; empty: any that no other row names."""
+    packing: Literal["concatenated", "grouped"] = "concatenated"
+    """How a shared tensor is cut: all queries, all keys, all values; or for every key head its
+    queries, its key, its value."""
+    transposed: bool | None = False
+    """Stored as (model, rows); None: the longer side is the rows."""
+    key_parts: int = 1
+    """2 where the key's tensor holds keys, then values."""
+    heads: tuple[str, ...] = HEADS
+    """Config keys that may hold the number of heads."""
+    temperature: Temperature = root_of_head
+    """λ from the config, the head dimension and the layer."""
+    rotary: Literal["half", "interleaved", "half if configured"] | None = None
+    position_bias: Literal["alibi", "scaled alibi", "t5"] | None = None
+    part: str = ""
+    """Which part of a model it is, where the names do not tell."""
+    caveats: tuple[str, ...] = ()
+    defaults: Mapping[str, Config] = field(default_factory=dict)
+    """What a `model_type` assumes where its config is silent."""
+    skip: str = ""
+    """Why this family cannot be read at all."""
+
+    @cached_property
+    def pattern(self) -> re.Pattern[str]:
+        """What the name of a query weight looks like."""
+        return re.compile(rf"(?:(?P<attention>.+)\.)?{re.escape(_weight(self.query))}")
+
+
+def layouts_by_config(
+    shapes: Shapes, config_of: Callable[[str], Config], *, recipes: Sequence[Recipe]
+) -> tuple[list[AttentionLayout], list[Skipped]]:
+    """Find every attention among named tensors; each has a config, by its plain name."""
+    names = _Names.of(shapes)
+    sites = _sites(names, recipes)
+    if not sites:
+        raise unknown_family(shapes)
+    found: list[AttentionLayout] = []
+    skipped: list[Skipped] = []
+    unnumbered = 0
+    for attention, rows in sites.items():
+        layer = _layer(attention)
+        if layer is None:
+            layer, unnumbered = unnumbered, unnumbered + 1
+        try:
+            site = _Site.of(names, attention, layer, rows, config_of(attention))
+            found.append(site.layout())
+        except _UnreadableError as reason:
+            skipped.append(Skipped(name=attention, reason=str(reason)))
+    return found, skipped + list(_unrecognized(names, sites))
+
+
+def unknown_family(names: Iterable[str]) -> LocaterError:
+    """The error of a model that no recipe reads, with the names it has."""
+    patterns = list(dict.fromkeys(re.sub(r"\d+", "#", name) for name in names))
+    shown = ", ".join(patterns[:24]) + (", …" if len(patterns) > 24 else "")
+    return LocaterError(
+        f"no recipe finds queries and keys among these tensors: {shown or '(none)'}.",
+        hint="name them: Recipe(family='mine', query='child that makes queries', "
+        "key='child that makes keys'), and pass recipes=(mine, *RECIPES).",
+    )
+
+
+WRAPPERS = (
+    "module",
+    "_orig_mod",
+    "_fsdp_wrapped_module",
+    "_checkpoint_wrapped_module",
+    "base_layer",
+)
+
+
+def plain_name(name: str) -> str:
+    """Drop what DDP, torch.compile, FSDP1, checkpointing, PEFT and parametrizations add to a name.
+
+    >>> plain_name("module._orig_mod.base_model.model.h.0.attn.c_attn.base_layer.weight")
+    'h.0.attn.c_attn.weight'
+    """
+    name = re.sub(r"\.parametrizations\.(\w+)\.original[01]?$", r".\1", name)
+    parts = [part for part in name.split(".") if part not in WRAPPERS]
+    return re.sub(r"(^|\.)base_model\.model\.", r"\1", ".".join(parts))
+
+
+@dataclass(frozen=True)
+class _Names:
+    """Stored tensors under their plain names."""
+
+    stored: Mapping[str, str]
+    shapes: Shapes
+    modules: frozenset[str]
+
+    @classmethod
+    def of(cls, shapes: Shapes) -> _Names:
+        stored = {plain_name(name): name for name in shapes}
+        if len(stored) < len(shapes):  # two tensors differ in their wrappers alone
+            stored = {name: name for name in shapes}
+        return cls(stored, shapes, frozenset(name.rpartition(".")[0] for name in stored))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.stored
+
+    def below(self, module: str) -> list[str]:
+        """The names under a module, relative to it."""
+        prefix = f"{module}." if module else ""
+        return [name[len(prefix) :] for name in self.stored if name.startswith(prefix)]
+
+    def matrix(self, name: str, transposed: bool | None) -> tuple[int, int, bool]:
+        """A stored weight's rows and columns in nn.Linear's order, and if they are transposed."""
+        shape = tuple(self.shapes[self.stored[name]])
+        if len(shape) != 2 or 1 in shape:
+            raise _UnreadableError(
+                f"{name} has shape {shape}, which is not that of a weight matrix; "
+                "packed (quantized) weights cannot be read"
+            )
+        flipped = shape[1] > shape[0] if transposed is None else transposed
+        rows, columns = shape[::-1] if flipped else shape
+        return rows, columns, flipped
+
+
+class _UnreadableError(Exception):
+    """Why an attention cannot be read; becomes a `Skipped`."""
+
+
+def _sites(names: _Names, recipes: Sequence[Recipe]) -> dict[str, list[Recipe]]:
+    """Every attention, in the order of its layers, with the rows whose names fit it."""
+    sites: dict[str, list[Recipe]] = {}
+    for recipe in recipes:
+        for name in names.stored:
+            match = recipe.pattern.fullmatch(name)
+            if match is None:
+                continue
+            attention = match["attention"] or ""
+            if not recipe.key or _join(attention, _weight(recipe.key)) in names:
+                sites.setdefault(attention, []).append(recipe)
+    return {attention: sites[attention] for attention in sorted(sites, key=_natural)}
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sort layer 10 after layer 2."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _weight(child: str) -> str:
+    return child if child.endswith("_weight") else f"{child}.weight"
+
+
+def _join(*parts: str) -> str:
+    return ".".join(part for part in parts if part)
+
+
+def _value(config: Config, keys: Iterable[str]) -> Any:
+    return next((config[key] for key in keys if config.get(key) is not None), None)
+
+
+_LAYER = re.compile(r"(?:layers?|blocks?|groups|blk|(?:^|\.)h)\.(\d+)(?:\.|$)")
+_CROSS = re.compile(r"(?:^|\.)(?:cross_?att\w*|encoder_attn|enc_?dec_?att\w*)(?:\.|$)", re.I)
+_TOWERS = {
+    "vision": re.compile(r"(?:^|\.)(?:vision_?\w*|visual|image_encoder)\."),
+    "audio": re.compile(r"(?:^|\.)audio_\w+\."),
+    "text": re.compile(r"(?:^|\.)(?:text_model|text_encoder|language_model)\."),
+}
+_STACKS = {part: re.compile(rf"(?:^|\.){part}\.") for part in ("decoder", "encoder")}
+_SUBCONFIGS = {
+    "vision": ("vision_config",),
+    "audio": ("audio_config",),
+    "text": ("text_config", "llm_config"),
+    "decoder": ("decoder",),
+    "encoder": ("encoder",),
+}
+_NORMS = re.compile(r"(?:q|k|query|key)_?(?:layer)?_?(?:norm|ln)\b|(?:norm|ln)_?[qk]\b", re.I)
+_SUSPECT = re.compile(r"(?:\w+_)?(?:w?q|w?k|w?qk|w?qkv|query|key)(?:_\w+)?", re.I)
+
+
+def _layer(attention: str) -> int | None:
+    match = _LAYER.search(attention) or re.search(r"(?:^|\.)(\d+)(?:\.|$)", attention)
+    return int(match[1]) if match else None
+
+
+def _part(attention: str, usual: str = "") -> str:
+    path = f"{attention}."
+    for part, pattern in _TOWERS.items():
+        if pattern.search(path):
+            return part
+    if usual:
+        return usual
+    return next((part for part, pattern in _STACKS.items() if pattern.search(path)), "model")
+
+
+def _kind(attention: str, names: _Names) -> Kind:
+    parent, _, last = attention.rpartition(".")
+    beside = {"multihead_attn": "self_attn", "attn2": "attn1"}.get(last)  # torch, diffusers
+    if _CROSS.search(attention) or (beside and _join(parent, beside) in names.modules):
+        return "cross"
+    return "self"
+
+
+def _own_config(attention: str, config: Config) -> Config:
+    """The part of a composite config that speaks of this attention, or all of it."""
+    for key in _SUBCONFIGS.get(_part(attention), ()):
+        if isinstance(config.get(key), Mapping):
+            config = config[key]
+            break
+    else:
+        text = config.get("text_config")
+        if isinstance(text, Mapping) and _value(config, HEADS) is None:
+            config = text
+    return config
+
+
+def _choose(rows: Sequence[Recipe], model_type: str | None) -> Recipe:
+    """The row that names the model's type, else the first that takes any."""
+    named = [recipe for recipe in rows if model_type in recipe.model_types]
+    for recipe in named or [recipe for recipe in rows if not recipe.model_types]:
+        return recipe
+    families = ", ".join(dict.fromkeys(recipe.family for recipe in rows))
+    raise _UnreadableError(
+        f"its names fit {families}, which differ in what they store, and the config's model_type "
+        f"is {model_type!r}; name it in a Recipe's model_types"
+    )
+
+
+def _divided(rows: int, by: int, what: str) -> int:
+    if by < 1 or rows % by:
+        raise _UnreadableError(f"{what} has {rows} rows, which {by} heads do not divide")
+    return rows // by
+
+
+@dataclass(frozen=True)
+class _Site:
+    """One place where a row's names fit, while its layout is worked out."""
+
+    names: _Names
+    attention: str
+    layer: int
+    config: Config
+    recipe: Recipe
+
+    @classmethod
+    def of(
+        cls, names: _Names, attention: str, layer: int, rows: Sequence[Recipe], whole: Config
+    ) -> _Site:
+        """Choose the row that fits the config, and the part of the config that matters."""
+        config = _own_config(attention, whole)
+        model_type = config.get("model_type")
+        recipe = _choose(rows, model_type)
+        if recipe.skip:
+            raise _UnreadableError(recipe.skip)
+        known = recipe.defaults.get(str(model_type), {})
+        return cls(names, attention, layer, ChainMap(dict(config), dict(known)), recipe)
+
+    def layout(self) -> AttentionLayout:
+        """Cut the tensors as the row says and note what stands around them."""
+        recipe, model_type = self.recipe, self.config.get("model_type")
+        part, kind = _part(self.attention, recipe.part), _kind(self.attention, self.names)
+        heads = self.count((f"{part}_attention_heads", *recipe.heads))
+        cut = self.separate if recipe.key else self.fused
+        query, key, kv_heads, head_dim, model = cut(heads)
+        declared = _value(self.config, HEAD_DIM)
+        if declared not in (None, head_dim):
+            raise _UnreadableError(
+                f"{query.weight} holds {heads} heads of {head_dim} rows, "
+                f"but the config says head_dim = {declared}"
+            )
+        temperature = recipe.temperature(self.config, head_dim, self.layer)
+        bias, position_weight = self.position(kind)
+        rotary = None
+        if kind == "self" and not str(bias).endswith("alibi"):
+            rotary = self.rotary(head_dim)
+        if rotary is not None and rotary.dimensions == head_dim:  # then it scales every logit
+            temperature /= rotary.magnitude**2
+            rotary = replace(rotary, magnitude=1.0)
+        layout = AttentionLayout(
+            name=self.attention,
+            family=str(model_type) if model_type in recipe.model_types else recipe.family,
+            layer=self.layer,
+            kind=kind,
+            part=part,
+            query=query,
+            key=key,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            model=model,
+            temperature=temperature,
+            rotary=rotary,
+            qk_norm=self.has_qk_norm(),
+            position_bias=bias,
+            position_weight=position_weight,
+            max_distance=self.config.get("relative_attention_max_distance") or 128,
+        )
+        return replace(layout, caveats=(*self.caveats(layout), *recipe.caveats))
+
+    def count(self, keys: tuple[str, ...]) -> int:
+        """The number of heads."""
+        heads = _value(self.config, keys)
+        if isinstance(heads, (list, tuple)) and self.layer < len(heads):
+            heads = heads[self.layer]
+        if not isinstance(heads, int) or heads < 1:
+            raise _UnreadableError(
+                f"the number of heads is not known: the config has none of {', '.join(keys)}"
+            )
+        return heads
+
+    def kv_heads(self, heads: int) -> int:
+        """The number of key heads in a shared tensor, which its shape does not tell."""
+        if self.config.get("multi_query") and not self.config.get("new_decoder_architecture"):
+            return 1
+        return int(_value(self.config, KV_HEADS) or heads)
+
+    def separate(self, heads: int) -> tuple[Projection, Projection, int, int, int]:
+        """Query and key projections that have a tensor each."""
+        recipe = self.recipe
+        names = [_join(self.attention, _weight(child)) for child in (recipe.query, recipe.key)]
+        rows, width, flipped = self.names.matrix(names[0], recipe.transposed)
+        key_rows, key_width, _ = self.names.matrix(names[1], recipe.transposed)
+        if width != key_width:
+            raise _UnreadableError(
+                f"queries read {width} dimensions and keys {key_width}: "
+                "W_QK is not square and has no eigenvalues"
+            )
+        key_rows = _divided(key_rows, recipe.key_parts, names[1])
+        head_dim = _divided(rows, heads, names[0])
+        kv_heads = _divided(key_rows, head_dim, names[1])
+        _divided(heads, kv_heads, names[0])
+        in_one = recipe.query.endswith("_weight")  # nn.MultiheadAttention: one bias for all
+        query = Projection(
+            weight=self.names.stored[names[0]],
+            bias=self.bias(recipe.query),
+            transposed=flipped,
+            stop=rows,
+            bias_start=0 if in_one else None,
+        )
+        key = replace(
+            query,
+            weight=self.names.stored[names[1]],
+            bias=self.bias(recipe.key),
+            stop=key_rows,
+            bias_start=rows if in_one else None,
+        )
+        return query, key, kv_heads, head_dim, width
+
+    def fused(self, heads: int) -> tuple[Projection, Projection, int, int, int]:
+        """Query and key projections that share one tensor with the values."""
+        recipe = self.recipe
+        name = _join(self.attention, _weight(recipe.query))
+        rows, width, flipped = self.names.matrix(name, recipe.transposed)
+        kv_heads = self.kv_heads(heads)
+        head_dim = _divided(rows, heads + 2 * kv_heads, name)
+        group = _divided(heads, kv_heads, name)
+        query = Projection(
+            weight=self.names.stored[name], bias=self.bias(recipe.query), transposed=flipped
+        )
+        if recipe.packing == "grouped":
+            query = replace(query, inner=group + 2, last=group)
+            key = replace(query, first=group, last=group + 1)
+        else:
+            middle = heads * head_dim
+            query = replace(query, stop=middle)
+            key = replace(query, start=middle, stop=middle + kv_heads * head_dim)
+        return query, key, kv_heads, head_dim, width
+
+    def bias(self, child: str) -> str | None:
+        """The stored bias of a projection."""
+        leaf = "in_proj_bias" if child.endswith("_weight") else f"{child}.bias"
+        return self.names.stored.get(_join(self.attention, leaf))
+
+    def rotary(self, head_dim: int) -> RotarySpec | None:
+        """The rotary embedding, if this layer has one."""
+        recipe = self.recipe
+        silent = _value(self.config, ROPE) is None
+        if recipe.rotary is None or (recipe.rotary == "half if configured" and silent):
+            return None
+        layout: Literal["half", "interleaved"] = (
+            "interleaved" if recipe.rotary == "interleaved" else "half"
+        )
+        return rotary_spec(self.config, head_dim=head_dim, layer=self.layer, layout=layout)
+
+    def position(self, kind: Kind) -> tuple[str | None, str | None]:
+        """What is added to a logit for its distance, and the tensor that holds it."""
+        recipe = self.recipe
+        if recipe.position_bias is None or kind == "cross":
+            return None, None
+        if recipe.position_bias != "t5":
+            switch = self.config.get("alibi", recipe.rotary is None)
+            return (recipe.position_bias if switch else None), None
+        leaf = "relative_attention_bias.weight"
+        first = re.sub(r"(block|layers?)\.\d+\.", r"\1.0.", self.attention, count=1)
+        places = [self.attention, first]
+        while self.attention and places[-1]:
+            places.append(places[-1].rpartition(".")[0])
+        names = [_join(place, leaf) for place in places]
+        stored = next((self.names.stored[name] for name in names if name in self.names), None)
+        return ("t5" if stored else None), stored
+
+    def has_qk_norm(self) -> bool:
+        """Whether a norm stands between the projections and their product."""
+        below = self.names.below(self.attention)
+        return any(_NORMS.match(name) for name in below) or any(
+            self.config.get(key) is True for key in QK_NORM
+        )
+
+    def caveats(self, layout: AttentionLayout) -> Iterator[str]:
+        """What the spectrum of W_Qᵀ W_K leaves out here."""
+        config = self.config
+        yield INPUT_CAVEAT
+        if layout.kind == "cross":
+            yield CROSS_CAVEAT
+        if layout.qk_norm:
+            yield NORM_CAVEAT
+        if layout.query.bias or (layout.rotary and layout.key.bias):
+            yield "biases add a term to each key's logit that the spectrum does not see"
+        if layout.rotary:
+            yield (
+                f"rotary positions ({layout.rotary.dimensions} of {layout.head_dim} dimensions, "
+                f"base {layout.rotary.base:g}, {layout.rotary.scaling}): the spectrum is that of "
+                "a query and a key at the same position"
+            )
+        if layout.rotary and layout.rotary.scaling in ("longrope", "su", "dynamic"):
+            yield "the rotary frequencies are those of texts up to the original length"
+        if layout.rotary and layout.rotary.magnitude != 1:
+            yield f"the turned dimensions are scaled by {layout.rotary.magnitude:.4g} as well"
+        if layout.position_bias:
+            yield f"a bias by distance ({layout.position_bias}) is added to the logits"
+        if str(config.get("position_embedding_type", "absolute")).startswith("relative"):
+            yield "relative position embeddings add terms to the logits that are not in the form"
+        if config.get("attn_logit_softcapping"):
+            yield f"logits are capped at ±{config['attn_logit_softcapping']:g} by a tanh"
+        if config.get("clip_qkv"):
+            yield f"queries and keys are clipped at ±{config['clip_qkv']:g}"
+        if layer_type(config, self.layer) == "sliding_attention":
+            yield f"keys beyond a window of {config.get('sliding_window')} tokens are masked"
+        if any(name.startswith("sinks") for name in self.names.below(self.attention)):
+            yield "a learned sink joins the keys in the softmax"
+
+
+def _unrecognized(names: _Names, sites: Mapping[str, Any]) -> Iterator[Skipped]:
+    """Modules with what look like queries or keys that no row reads."""
+    left: dict[str, list[str]] = {}
+    for name in names.stored:
+        module, _, leaf = name.rpartition(".")
+        attention, _, child = module.rpartition(".")
+        looks = _SUSPECT.fullmatch(child) and not re.search("norm|ln|bias|embed", child, re.I)
+        if looks and attention not in sites and not leaf.endswith("bias"):
+            left.setdefault(attention, []).append(f"{child}.{leaf}")
+    for attention, seen in left.items():
+        yield Skipped(
+            name=attention,
+            reason=f"no recipe reads {', '.join(seen[:4])}{' …' if len(seen) > 4 else ''}",
+        )
