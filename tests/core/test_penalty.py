@@ -98,6 +98,22 @@ def test_penalty_and_gradients_are_those_of_the_dense_definition(
     torch.testing.assert_close(torch.autograd.grad(3 * ours, (query, key)), expected)
 
 
+@given(head=st.integers(1, 4), model=st.integers(1, 6), seed=SEEDS)
+def test_with_a_covariance_it_is_the_penalty_of_the_whitened_factors(
+    head: int, model: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    root = torch.randn(model, model, generator=generator, dtype=torch.float64)
+    query, key = torch.randn(2, 2, head, model, generator=generator, dtype=torch.float64)
+    parameters = [query.requires_grad_(), key.requires_grad_()]
+    config = LocAteRConfig(scale_strength=0.7, mean_strength=1.3)
+    dense = dense_penalty(query @ root, key @ root, config, 1.0)
+    ours = locater_penalty(query, key, config, covariance=root @ root.mT)
+    torch.testing.assert_close(ours, dense)
+    expected = torch.autograd.grad(dense, parameters)
+    torch.testing.assert_close(torch.autograd.grad(ours, parameters), expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_weights_are_regularized_in_float32(dtype: torch.dtype) -> None:
     """Sums of 64 × 512 products: in the weights' own precision they would be off by percents."""

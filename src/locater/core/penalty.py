@@ -72,10 +72,10 @@ class LocAteRConfig:
 
 @dataclass(frozen=True, eq=False)
 class PenaltyTerms:
-    """Per query head: tr(W) and ‖W‖²_F, with what their gradients need."""
+    """Per query head: tr(W) and ‖S‖²_F of W = W_QK Σ, with what their gradients need."""
 
-    query: Float[Tensor, "groups share head model"]
-    key: Float[Tensor, "groups 1 head model"]
+    query: Float[Tensor, "groups share head model"]  # W_Q Σ, with Σ = I by default
+    key: Float[Tensor, "groups 1 head model"]  # W_K Σ
     trace: Float[Tensor, "groups share"]
     frobenius_squared: Float[Tensor, "groups share"]
     products: tuple[Tensor, ...]
@@ -84,7 +84,10 @@ class PenaltyTerms:
 
     @classmethod
     def of(
-        cls, query: Float[Tensor, "heads head model"], key: Float[Tensor, "groups head model"]
+        cls,
+        query: Float[Tensor, "heads head model"],
+        key: Float[Tensor, "groups head model"],
+        covariance: Float[Tensor, "model model"] | None = None,
     ) -> PenaltyTerms:
         """Contract in float32 or better; consecutive query heads share a key head."""
         if query.shape[1:] != key.shape[1:] or query.shape[0] % key.shape[0]:
@@ -95,19 +98,20 @@ class PenaltyTerms:
         if query.dtype not in (torch.float32, torch.float64):
             query, key = query.float(), key.float()
         query, key = query.unflatten(0, (key.shape[0], -1)), key[:, None]
-        if 4 * query.shape[-2] >= 3 * query.shape[-1]:
+        if covariance is None and 4 * query.shape[-2] >= 3 * query.shape[-1]:
             form = query.mT @ key
             trace, norm = form.diagonal(dim1=-2, dim2=-1).sum(-1), form.square().sum((-2, -1))
             return cls(query, key, trace, norm, (form,))
+        colored = (query, key) if covariance is None else (query @ covariance, key @ covariance)
         # row by row: one long dot product loses digits in float32
-        trace = torch.linalg.vecdot(query, key).sum(-1)
-        grams = query @ query.mT, key @ key.mT
-        return cls(query, key, trace, (grams[0] * grams[1]).sum((-2, -1)), grams)
+        trace = torch.linalg.vecdot(colored[0], key).sum(-1)
+        grams = colored[0] @ query.mT, colored[1] @ key.mT
+        return cls(*colored, trace, (grams[0] * grams[1]).sum((-2, -1)), grams)
 
     def gradients(
         self, scale: float, pull: Float[Tensor, "groups share"]
     ) -> tuple[Float[Tensor, "heads head model"], Float[Tensor, "groups head model"]]:
-        """∂/∂W_Q and ∂/∂W_K of scale·‖W‖²_F + (a term whose derivative in the trace is pull).
+        """∂/∂W_Q and ∂/∂W_K of scale·‖S‖²_F + (a term whose derivative in the trace is pull).
 
         Paper: Section 6.  Erratum E22: the printed gradient of the mean term has tr(W_QK) for 2.
         """
@@ -126,13 +130,19 @@ class PenaltyTerms:
 
 
 class _Penalty(torch.autograd.Function):
-    """scale Σ‖W‖²_F + mean Σ(tr W − target)², differentiated by hand."""
+    """scale Σ‖S‖²_F + mean Σ(tr W − target)², differentiated by hand."""
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, scale: float, mean: float, target: float
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        covariance: Tensor | None,
+        scale: float,
+        mean: float,
+        target: float,
     ) -> Tensor:
-        terms = PenaltyTerms.of(query.detach(), key.detach())
+        terms = PenaltyTerms.of(query.detach(), key.detach(), covariance)
         gap = terms.trace - target
         ctx.terms, ctx.scale, ctx.pull = terms, scale, 2 * mean * gap
         ctx.dtypes = query.dtype, key.dtype
@@ -140,10 +150,10 @@ class _Penalty(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
         query, key = ctx.terms.gradients(ctx.scale, ctx.pull)
         query, key = query.mul_(outputs[0]), key.mul_(outputs[0])
-        return query.to(ctx.dtypes[0]), key.to(ctx.dtypes[1]), None, None, None
+        return query.to(ctx.dtypes[0]), key.to(ctx.dtypes[1]), None, None, None, None
 
 
 def locater_penalty(
@@ -152,10 +162,12 @@ def locater_penalty(
     config: LocAteRConfig,
     *,
     temperature: float = 1.0,
+    covariance: Float[Tensor, "model model"] | None = None,
 ) -> Float[Tensor, ""]:
-    """Σ over heads of scale·‖W_QK‖²_F + mean·(tr W_QK − target)², at head-dimension cost.
+    """Σ over heads of scale·‖W‖²_F + mean·(tr W − target)², at head-dimension cost.
 
-    Paper: Section 6.  No model × model matrix is formed, and no graph but this one node.
+    Paper: Section 6, for W = W_QK; with a `covariance` for the W = W_QK Σ of its theory.  No
+    model × model matrix is formed from the factors, and no graph but this one node.
 
     >>> config = LocAteRConfig(scale_strength=0.5, mean_strength=2.0)
     >>> query = torch.tensor([[[1.0, 2.0, 0.0], [0.0, 1.0, -1.0]]])
@@ -163,7 +175,9 @@ def locater_penalty(
     >>> locater_penalty(query, key, config)
     tensor(16.)
     """
-    target = config.target_trace(temperature)
-    strengths = config.scale_strength, config.mean_strength
-    result: Tensor = _Penalty.apply(query, key, *strengths, target)  # type: ignore[no-untyped-call]
+    if covariance is not None:
+        wide = query.dtype if query.dtype == torch.float64 else torch.float32
+        covariance = covariance.detach().to(query.device, wide)
+    strengths = config.scale_strength, config.mean_strength, config.target_trace(temperature)
+    result: Tensor = _Penalty.apply(query, key, covariance, *strengths)  # type: ignore[no-untyped-call]
     return result

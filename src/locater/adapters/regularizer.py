@@ -1,0 +1,263 @@
+"""LocAteR: the regularizer of Section 6 on the live parameters of any model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, distributed, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from locater.adapters.modules import AnyPair, LiveAttention, find_attention
+from locater.adapters.recipes import RECIPES, Recipe
+from locater.core.penalty import LocAteRConfig, PenaltyTerms, locater_penalty
+from locater.errors import ConfigError, InputError
+
+Covariance = Tensor | Mapping[str, Tensor] | Literal["running"]
+
+
+class LocAteR:
+    """A penalty on the query-key eigenspectrum of every head; it never touches the model.
+
+    Take `penalty()` before the forward pass and add it to the loss.  It counts once under DDP,
+    FSDP2 and tensor parallelism, whose ranks all have to ask for it.
+
+    >>> model = nn.TransformerEncoderLayer(8, 2)
+    >>> regularizer = LocAteR(model, LocAteRConfig(scale_strength=0.1, mean_strength=1.0))
+    >>> regularizer.penalty().backward()
+    >>> sorted(regularizer.metrics())[:2]
+    ['locater/global_penalty', 'locater/global_trace']
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: LocAteRConfig | None = None,
+        *,
+        recipes: Sequence[Recipe] = RECIPES,
+        pairs: Sequence[AnyPair] | None = None,
+        layers: str | None = None,
+        heads: Sequence[int] | None = None,
+        covariance: Covariance | None = None,
+    ) -> None:
+        """Find the attentions of a model, and check that they can be trained.
+
+        `layers` is a regular expression on their names, `heads` the query heads to regularize.
+        `covariance` makes it the theory's W = W_QK Σ: one Σ, one per attention by name, or
+        `running` for that of the tokens which reach the attention while the model trains.
+        """
+        self.config = config or LocAteRConfig()
+        self.attentions = find_attention(model, recipes=recipes, pairs=pairs, layers=layers)
+        self.heads = None if heads is None else list(heads)
+        for attention in self.attentions:
+            self._check(attention)
+        self._running: dict[str, RunningCovariance] = {}
+        self._covariance = covariance
+        if covariance == "running":
+            for attention in self.attentions:
+                self._running[attention.layout.name] = RunningCovariance(attention)
+        elif isinstance(covariance, Mapping):
+            missing = [a.layout.name for a in self.attentions if a.layout.name not in covariance]
+            if missing:
+                raise ConfigError(
+                    f"no covariance for {missing[0]}.",
+                    hint="give one per attention, by name, or select fewer with layers=.",
+                )
+
+    @property
+    def total_heads(self) -> int:
+        """How many query heads are regularized."""
+        if self.heads is not None:
+            return len(self.heads) * len(self.attentions)
+        return sum(attention.layout.heads for attention in self.attentions)
+
+    def penalty(self) -> Float[Tensor, ""]:
+        """The objective's second half, ready for the user's own backward pass."""
+        parts = [self._penalty(attention) for attention in self.attentions]
+        total = torch.stack([part.to(parts[0].device) for part in parts]).sum()
+        return total / self.total_heads if self.config.reduce == "mean" else total
+
+    def add_gradients(self, scale: float = 1.0) -> None:
+        """Add the penalty's gradient to `.grad`, for loops whose loss is out of reach.
+
+        Call it once per optimizer step, after `backward()` and before clipping; under a GradScaler
+        with `scale=scaler.get_scale()`, or after `unscale_`.
+        """
+        parameters = list(
+            dict.fromkeys(
+                parameter
+                for attention in self.attentions
+                for parameter in (*attention.query_parameters, *attention.key_parameters)
+                if parameter.requires_grad
+            )
+        )
+        gradients = torch.autograd.grad(scale * self.penalty(), parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad += gradient
+
+    @torch.no_grad()
+    def metrics(self) -> dict[str, float]:
+        """Trace, scale and r of every layer, averaged over heads, and the global penalty."""
+        results: dict[str, float] = {}
+        labels = _labels(self.attentions)
+        traces = []
+        for label, attention in zip(labels, self.attentions, strict=True):
+            query, key, _ = self._factors(attention, is_whole=True)
+            terms = PenaltyTerms.of(query, key, self._sigma(attention))
+            trace, norm = terms.trace.mean().item(), terms.frobenius_squared.mean().item()
+            traces.append(trace)
+            results[f"locater/{label}/trace"] = trace
+            results[f"locater/{label}/frobenius_squared"] = norm
+            results[f"locater/{label}/r"] = trace / attention.layout.temperature
+        results["locater/global_trace"] = sum(traces) / len(traces)
+        results["locater/global_penalty"] = self.penalty().item()
+        return results
+
+    def _penalty(self, attention: LiveAttention) -> Float[Tensor, ""]:
+        query, key, group = self._factors(attention)
+        part = locater_penalty(
+            query,
+            key,
+            self.config,
+            temperature=attention.layout.temperature,
+            covariance=self._sigma(attention),
+        )
+        if group is None:
+            return part
+        # every rank has its own heads: their sum has the whole value and the local gradient
+        others = part.detach().clone()
+        distributed.all_reduce(others, group=group)
+        return part + (others - part.detach())
+
+    def _factors(
+        self, attention: LiveAttention, *, is_whole: bool = False
+    ) -> tuple[Tensor, Tensor, distributed.ProcessGroup | None]:
+        """Whole W_Q and W_K; or this rank's heads and the group that has the others."""
+        layout = attention.layout
+        query = attention.sources[layout.query.weight].read()
+        key = attention.sources[layout.key.weight].read()
+        group = None if is_whole or self.heads is not None else _head_group(attention, query, key)
+        query, key = (_whole(part) if group is None else _local(part) for part in (query, key))
+        query = layout.query.heads(query, layout.head_dim)
+        key = layout.key.heads(key, layout.head_dim)
+        if self.heads is not None:
+            share = layout.heads // layout.kv_heads
+            query, key = query[self.heads], key[[head // share for head in self.heads]]
+        return query, key, group
+
+    def _sigma(self, attention: LiveAttention) -> Tensor | None:
+        if attention.layout.name in self._running:
+            return self._running[attention.layout.name].covariance()
+        if isinstance(self._covariance, Mapping):
+            return self._covariance[attention.layout.name]
+        return self._covariance if isinstance(self._covariance, Tensor) else None
+
+    def _check(self, attention: LiveAttention) -> None:
+        """What cannot be regularized is said at once, not after a day of training."""
+        name, layout = attention.layout.name, attention.layout
+        parameters = (*attention.query_parameters, *attention.key_parameters)
+        if any(parameter.is_meta for parameter in parameters):
+            raise InputError(
+                f"{name} lies on the meta device.",
+                hint="give the parameters values first: model.to_empty(device=…), then load them.",
+            )
+        if not all(parameter.is_floating_point() for parameter in parameters):
+            raise InputError(
+                f"{name} is quantized to {parameters[0].dtype}, which has no gradients.",
+                hint="regularize a model in floating point, or leave this one out with layers=.",
+            )
+        if not any(parameter.requires_grad for parameter in parameters):
+            raise InputError(
+                f"the queries and keys of {name} are frozen.",
+                hint="set requires_grad, or select trainable attentions with layers=.",
+            )
+        if not all(bool(torch.isfinite(_local(parameter)).all()) for parameter in parameters):
+            raise InputError(
+                f"the queries or keys of {name} hold NaN or infinite values.",
+                hint="the model has diverged: start from an earlier checkpoint.",
+            )
+        wrong = [head for head in self.heads or () if not 0 <= head < layout.heads]
+        if wrong:
+            raise ConfigError(
+                f"{name} has {layout.heads} heads, no head {wrong[0]}.", hint="count from 0."
+            )
+
+
+class RunningCovariance:
+    """Mean and covariance of the tokens that reach an attention, averaged over recent batches."""
+
+    def __init__(self, attention: LiveAttention, *, momentum: float = 0.95) -> None:
+        if attention.layout.kind == "cross":
+            raise ConfigError(
+                f"{attention.layout.name} is cross-attention: queries and keys see other tokens.",
+                hint="leave it out with layers=, or give a covariance.",
+            )
+        self.name, self.momentum = attention.layout.name, momentum
+        self.mean: Tensor | None = None
+        self.square: Tensor | None = None
+        owner = attention.sources[attention.layout.query.weight].owner
+        self.handle = owner.register_forward_pre_hook(self._see, with_kwargs=True)
+
+    @torch.no_grad()
+    def _see(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not module.training:
+            return
+        tokens = args[0] if args else next(iter(kwargs.values()))
+        tokens = tokens.detach().flatten(0, -2).float()
+        mean, square = tokens.mean(0), tokens.mT @ tokens / tokens.shape[0]
+        if self.mean is None or self.square is None:
+            self.mean, self.square = mean, square
+        else:
+            self.mean.lerp_(mean, 1 - self.momentum)
+            self.square.lerp_(square, 1 - self.momentum)
+
+    def covariance(self) -> Float[Tensor, "model model"] | None:
+        """Σ as of now; None before the first batch, which is Σ = I."""
+        if self.mean is None or self.square is None:
+            return None
+        return self.square - torch.outer(self.mean, self.mean)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """A sharded parameter's full value, gradients flowing back to the shards; never a shard."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _head_group(
+    attention: LiveAttention, query: Tensor, key: Tensor
+) -> distributed.ProcessGroup | None:
+    """The ranks among which whole heads are divided, each key head beside its query heads."""
+    layout = attention.layout
+    plain = all(
+        side.inner == 1 and not side.transposed and side.start == 0 and side.stop is None
+        for side in (layout.query, layout.key)
+    )
+    if not (plain and isinstance(query, DTensor) and isinstance(key, DTensor)):
+        return None
+    mesh = query.device_mesh
+    if mesh.ndim != 1 or key.device_mesh != mesh or layout.kv_heads % mesh.size():
+        return None
+    if any(tensor.placements != (Shard(0),) for tensor in (query, key)):
+        return None
+    return mesh.get_group()
+
+
+def _labels(attentions: Sequence[LiveAttention]) -> list[str]:
+    """layer_3 where that says which; else with the part and kind; else the module's own name."""
+    layouts = [attention.layout for attention in attentions]
+    for label in (
+        [f"layer_{layout.layer}" for layout in layouts],
+        [f"{layout.part}_{layout.kind}/layer_{layout.layer}" for layout in layouts],
+    ):
+        if len(set(label)) == len(label):
+            return label
+    return [layout.name for layout in layouts]

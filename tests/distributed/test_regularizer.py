@@ -1,0 +1,51 @@
+"""Two gloo processes have the gradients of one process on the whole batch."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.distributed
+FLOAT32 = 2e-5  # sums of a few thousand float32 numbers, in another order
+CASES = [
+    *(f"ddp {name}{how}" for name in ("separate", "fused") for how in ("", ", add_gradients")),
+    *(f"fsdp {name}{how}" for name in ("separate", "fused") for how in ("", ", add_gradients")),
+    *(f"fsdp {name} {what}" for name in ("separate", "fused") for what in ("value", "metrics")),
+    "tensor parallel",
+]
+CONTROLS = [
+    "ddp separate, counted once per rank",
+    "ddp fused, counted once per rank",
+    "fsdp separate, local shards",
+]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
+    out = tmp_path_factory.mktemp("distributed") / "results.json"
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        *(str(Path(__file__).with_name("worker.py")), str(out)),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, float] = json.loads(out.read_text())
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_penalty_counts_once_and_reads_whole_parameters(
+    case: str, results: dict[str, float]
+) -> None:
+    assert results[case] < FLOAT32
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_mistakes_would_have_been_seen(control: str, results: dict[str, float]) -> None:
+    assert results[control] > 0.05
+
+
+def test_every_case_was_run(results: dict[str, float]) -> None:
+    assert set(results) == {*CASES, *CONTROLS}
