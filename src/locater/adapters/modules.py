@@ -301,6 +301,8 @@ def _config_of(modules: Mapping[str, nn.Module], attention: str) -> Config:
     config = next(iter([*named, *headed]), {})
     own = vars(modules[attention]) if attention in modules else {}
     simple = {key: value for key, value in own.items() if isinstance(value, (bool, int, float))}
+    if named:  # a config that names its family says all but the temperature of an unknown one
+        simple = {key: simple[key] for key in ("scaling", "scale") if key in simple}
     return ChainMap({key: value for key, value in config.items() if value is not None}, simple)
 
 

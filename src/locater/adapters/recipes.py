@@ -100,7 +100,7 @@ RECIPES: tuple[Recipe, ...] = (
     replace(_ROTARY, model_types=("phi3",), query="qkv_proj", key=""),
     replace(_FUSED, model_types=("gpt_neox",), rotary="half"),
     replace(_FUSED, model_types=("falcon",), rotary="half", position_bias="scaled alibi"),
-    Recipe(family="modernbert", query="Wqkv", rotary="half", model_types=("modernbert",)),
+    replace(_ROTARY, model_types=("modernbert",), query="Wqkv", key="", part="encoder"),
     Recipe(family="llama", query="wq", key="wk", rotary="interleaved", part="decoder"),
     replace(_GGUF, model_types=("llama",), rotary="interleaved"),  # llama.cpp reorders these heads
     replace(_GGUF, rotary="half if configured", caveats=(NAMES_CAVEAT,)),

@@ -223,7 +223,7 @@ _SUBCONFIGS = {
     "encoder": ("encoder",),
 }
 _NORMS = re.compile(r"(?:q|k|query|key)_?(?:layer)?_?(?:norm|ln)\b|(?:norm|ln)_?[qk]\b", re.I)
-_SUSPECT = re.compile(r"(?:\w+_)?(?:w?q|w?k|w?qk|w?qkv|query|key)(?:_\w+)?", re.I)
+_SUSPECT = re.compile(r"(?:\w+_)?(?:w?q|w?k|w?qkv?\w?|query|key)(?:_\w+)?", re.I)
 
 
 def _layer(attention: str) -> int | None:
@@ -326,7 +326,7 @@ class _Site:
             rotary = replace(rotary, magnitude=1.0)
         layout = AttentionLayout(
             name=self.attention,
-            family=str(model_type) if model_type in recipe.model_types else recipe.family,
+            family=str(model_type or recipe.family),
             layer=self.layer,
             kind=kind,
             part=part,
@@ -483,7 +483,8 @@ class _Site:
         if config.get("clip_qkv"):
             yield f"queries and keys are clipped at ±{config['clip_qkv']:g}"
         if layer_type(config, self.layer) == "sliding_attention":
-            yield f"keys beyond a window of {config.get('sliding_window')} tokens are masked"
+            window = _value(config, ("sliding_window", "local_attention"))
+            yield f"keys beyond a window of {window} tokens are masked"
         if any(name.startswith("sinks") for name in self.names.below(self.attention)):
             yield "a learned sink joins the keys in the softmax"
 
