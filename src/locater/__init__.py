@@ -6,11 +6,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from locater.adapters.modules import Pair as Pair
+    from locater.adapters.modules import find_attention as find_attention
+    from locater.adapters.regularizer import LocAteR as LocAteR
     from locater.core.bounds import Inequality as Inequality
     from locater.core.bounds import collapse_bounds as collapse_bounds
     from locater.core.bounds import entropy_lower_bound as entropy_lower_bound
     from locater.core.gradient import QKGradient as QKGradient
     from locater.core.gradient import qk_gradient as qk_gradient
+    from locater.core.penalty import LocAteRConfig as LocAteRConfig
     from locater.core.process import TokenProcess as TokenProcess
     from locater.core.profile import Profile as Profile
     from locater.core.rotary import Rotary as Rotary
@@ -37,8 +41,11 @@ if TYPE_CHECKING:
 
 # torch takes a second to import and `locater --help` does not need it: names are found when used
 _HOMES = {
+    "locater.adapters.modules": ("Pair", "find_attention"),
+    "locater.adapters.regularizer": ("LocAteR",),
     "locater.core.bounds": ("Inequality", "collapse_bounds", "entropy_lower_bound"),
     "locater.core.gradient": ("QKGradient", "qk_gradient"),
+    "locater.core.penalty": ("LocAteRConfig",),
     "locater.core.process": ("TokenProcess",),
     "locater.core.profile": ("Profile",),
     "locater.core.rotary": ("Rotary",),

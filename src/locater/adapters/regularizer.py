@@ -188,6 +188,11 @@ class LocAteR:
             )
 
 
+def as_regularizer(model: nn.Module, locater: LocAteRConfig | LocAteR | None) -> LocAteR:
+    """What a trainer was given: a regularizer as it is, or settings for one of this model."""
+    return locater if isinstance(locater, LocAteR) else LocAteR(model, locater)
+
+
 class RunningCovariance:
     """Mean and covariance of the tokens that reach an attention, averaged over recent batches."""
 
