@@ -16,15 +16,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from locater.adapters.layout import AttentionLayout, Projection, Skipped
+from locater.adapters.names import plain_name
 from locater.adapters.positions import Config
 from locater.adapters.recipes import RECIPES
-from locater.adapters.resolve import (
-    HEADS,
-    INPUT_CAVEAT,
-    Recipe,
-    layouts_by_config,
-    plain_name,
-)
+from locater.adapters.resolve import HEADS, INPUT_CAVEAT, Recipe, layouts_by_config
 from locater.core.spectrum import QKForm
 from locater.errors import InputError, LocaterError
 
@@ -73,7 +68,7 @@ class Source:
 def _active_adapters(layer: nn.Module) -> list[str]:
     """The adapters of a PEFT layer that now act beside its base weight."""
     peft: Any = layer
-    if peft.merged or peft.disable_adapters:
+    if not hasattr(peft, "adapter_layer_names") or peft.merged or peft.disable_adapters:
         return []
     held = [getattr(peft, name, {}) for name in peft.adapter_layer_names]
     return [name for name in peft.active_adapters if any(name in part for part in held)]
@@ -255,9 +250,8 @@ def _sources(model: nn.Module) -> Iterator[tuple[str, Source]]:
     for path, module in by_path.items():
         if isinstance(module, parametrize.ParametrizationList):
             continue
-        parent = path.rpartition(".")[0]
-        is_base = path.endswith("base_layer")
-        adapter = by_path[parent] if is_base and hasattr(by_path[parent], "merged") else None
+        parent, _, child = path.rpartition(".")
+        adapter = by_path[parent] if child == "base_layer" else None
         names = [name for name, value in module._parameters.items() if value is not None]
         if parametrize.is_parametrized(module):
             lists: Any = module.parametrizations
@@ -279,13 +273,27 @@ def _unreadable(live: LiveAttention) -> str | None:
         if not parameter.is_floating_point():
             return f"its weights are stored as {parameter.dtype}: quantized weights cannot be read"
     for name in (live.layout.query.weight, live.layout.key.weight):
-        adapter = live.sources[name].adapter
-        if adapter is not None and not hasattr(adapter, "get_delta_weight"):
+        layer = live.sources[name].adapter
+        if layer is not None and not _is_added(layer):
             return (
-                f"{type(adapter).__name__} adapts {name} in a way that is not added to the weight; "
-                "merge the adapter first"
+                f"{type(layer).__name__} adapts {name} in a way that is not an update of the "
+                "weight; merge the adapter first"
             )
     return None
+
+
+def _is_added(layer: nn.Module) -> bool:
+    """Whether a layer around another only adds to its weight, or scales that as DoRA does."""
+    peft: Any = layer
+    active = _active_adapters(layer)
+    if not hasattr(peft, "get_delta_weight"):
+        return getattr(peft, "merged", False) or getattr(peft, "disable_adapters", False)
+    variants = set(getattr(peft, "lora_variant", {})) - set(
+        getattr(peft, "lora_magnitude_vector", {})
+    )
+    lora = getattr(peft, "lora_B", {})
+    biased = any(name in lora and lora[name].bias is not None for name in active)
+    return not (variants & set(active) or biased)
 
 
 def _config_of(modules: Mapping[str, nn.Module], attention: str) -> Config:

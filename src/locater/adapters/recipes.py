@@ -14,10 +14,10 @@ from typing import Any
 from locater.adapters.layout import AttentionLayout as AttentionLayout
 from locater.adapters.layout import Projection as Projection
 from locater.adapters.layout import Skipped as Skipped
+from locater.adapters.names import Shapes as Shapes
 from locater.adapters.positions import Config as Config
 from locater.adapters.positions import RotarySpec as RotarySpec
 from locater.adapters.resolve import Recipe as Recipe
-from locater.adapters.resolve import Shapes as Shapes
 from locater.adapters.resolve import layouts_by_config
 
 NAMES_CAVEAT = "recognized by its tensor names alone; temperature and positions are assumed"

@@ -7,14 +7,23 @@ import re
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, Literal
 
 from locater.adapters.layout import AttentionLayout, Kind, Projection, Skipped
+from locater.adapters.names import (
+    Names,
+    Shapes,
+    has_norm,
+    join,
+    kind_of,
+    layer_number,
+    natural_order,
+    part_of,
+    unknown_family,
+    weight_name,
+)
 from locater.adapters.positions import Config, RotarySpec, layer_type, rotary_spec
-from locater.errors import LocaterError
 
-Shapes = Mapping[str, tuple[int, ...]]
 Temperature = Callable[[Config, int, int], float]
 
 HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "nhead", "heads")
@@ -76,17 +85,12 @@ class Recipe:
     skip: str = ""
     """Why this family cannot be read at all."""
 
-    @cached_property
-    def pattern(self) -> re.Pattern[str]:
-        """What the name of a query weight looks like."""
-        return re.compile(rf"(?:(?P<attention>.+)\.)?{re.escape(_weight(self.query))}")
-
 
 def layouts_by_config(
     shapes: Shapes, config_of: Callable[[str], Config], *, recipes: Sequence[Recipe]
 ) -> tuple[list[AttentionLayout], list[Skipped]]:
     """Find every attention among named tensors; each has a config, by its plain name."""
-    names = _Names.of(shapes)
+    names = Names.of(shapes)
     sites = _sites(names, recipes)
     if not sites:
         raise unknown_family(shapes)
@@ -94,7 +98,7 @@ def layouts_by_config(
     skipped: list[Skipped] = []
     unnumbered = 0
     for attention, rows in sites.items():
-        layer = _layer(attention)
+        layer = layer_number(attention)
         if layer is None:
             layer, unnumbered = unnumbered, unnumbered + 1
         try:
@@ -102,119 +106,27 @@ def layouts_by_config(
             found.append(site.layout())
         except _UnreadableError as reason:
             skipped.append(Skipped(name=attention, reason=str(reason)))
-    return found, skipped + list(_unrecognized(names, sites))
+    return found, skipped + list(names.unrecognized(sites))
 
 
-def unknown_family(names: Iterable[str]) -> LocaterError:
-    """The error of a model that no recipe reads, with the names it has."""
-    patterns = list(dict.fromkeys(re.sub(r"\d+", "#", name) for name in names))
-    shown = ", ".join(patterns[:24]) + (", …" if len(patterns) > 24 else "")
-    return LocaterError(
-        f"no recipe finds queries and keys among these tensors: {shown or '(none)'}.",
-        hint="name them: Recipe(family='mine', query='child that makes queries', "
-        "key='child that makes keys'), and pass recipes=(mine, *RECIPES).",
-    )
-
-
-WRAPPERS = (
-    "module",
-    "_orig_mod",
-    "_fsdp_wrapped_module",
-    "_checkpoint_wrapped_module",
-    "base_layer",
-)
-
-
-def plain_name(name: str) -> str:
-    """Drop what DDP, torch.compile, FSDP1, checkpointing, PEFT and parametrizations add to a name.
-
-    >>> plain_name("module._orig_mod.base_model.model.h.0.attn.c_attn.base_layer.weight")
-    'h.0.attn.c_attn.weight'
-    """
-    name = re.sub(r"\.parametrizations\.(\w+)\.original[01]?$", r".\1", name)
-    parts = [part for part in name.split(".") if part not in WRAPPERS]
-    return re.sub(r"(^|\.)base_model\.model\.", r"\1", ".".join(parts))
-
-
-@dataclass(frozen=True)
-class _Names:
-    """Stored tensors under their plain names."""
-
-    stored: Mapping[str, str]
-    shapes: Shapes
-    modules: frozenset[str]
-
-    @classmethod
-    def of(cls, shapes: Shapes) -> _Names:
-        stored = {plain_name(name): name for name in shapes}
-        if len(stored) < len(shapes):  # two tensors differ in their wrappers alone
-            stored = {name: name for name in shapes}
-        return cls(stored, shapes, frozenset(name.rpartition(".")[0] for name in stored))
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.stored
-
-    def below(self, module: str) -> list[str]:
-        """The names under a module, relative to it."""
-        prefix = f"{module}." if module else ""
-        return [name[len(prefix) :] for name in self.stored if name.startswith(prefix)]
-
-    def matrix(self, name: str, transposed: bool | None) -> tuple[int, int, bool]:
-        """A stored weight's rows and columns in nn.Linear's order, and if they are transposed."""
-        shape = tuple(self.shapes[self.stored[name]])
-        if len(shape) != 2 or 1 in shape:
-            raise _UnreadableError(
-                f"{name} has shape {shape}, which is not that of a weight matrix; "
-                "packed (quantized) weights cannot be read"
-            )
-        flipped = shape[1] > shape[0] if transposed is None else transposed
-        rows, columns = shape[::-1] if flipped else shape
-        return rows, columns, flipped
+def _sites(names: Names, recipes: Sequence[Recipe]) -> dict[str, list[Recipe]]:
+    """Every attention, in the order of its layers, with the rows whose names fit it."""
+    sites: dict[str, list[Recipe]] = {}
+    for recipe in recipes:
+        for attention in names.modules_with(weight_name(recipe.query)):
+            if not recipe.key or join(attention, weight_name(recipe.key)) in names:
+                sites.setdefault(attention, []).append(recipe)
+    return {attention: sites[attention] for attention in sorted(sites, key=natural_order)}
 
 
 class _UnreadableError(Exception):
     """Why an attention cannot be read; becomes a `Skipped`."""
 
 
-def _sites(names: _Names, recipes: Sequence[Recipe]) -> dict[str, list[Recipe]]:
-    """Every attention, in the order of its layers, with the rows whose names fit it."""
-    sites: dict[str, list[Recipe]] = {}
-    for recipe in recipes:
-        for name in names.stored:
-            match = recipe.pattern.fullmatch(name)
-            if match is None:
-                continue
-            attention = match["attention"] or ""
-            if not recipe.key or _join(attention, _weight(recipe.key)) in names:
-                sites.setdefault(attention, []).append(recipe)
-    return {attention: sites[attention] for attention in sorted(sites, key=_natural)}
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Sort layer 10 after layer 2."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
-
-
-def _weight(child: str) -> str:
-    return child if child.endswith("_weight") else f"{child}.weight"
-
-
-def _join(*parts: str) -> str:
-    return ".".join(part for part in parts if part)
-
-
 def _value(config: Config, keys: Iterable[str]) -> Any:
     return next((config[key] for key in keys if config.get(key) is not None), None)
 
 
-_LAYER = re.compile(r"(?:layers?|blocks?|groups|blk|(?:^|\.)h)\.(\d+)(?:\.|$)")
-_CROSS = re.compile(r"(?:^|\.)(?:cross_?att\w*|encoder_attn|enc_?dec_?att\w*)(?:\.|$)", re.I)
-_TOWERS = {
-    "vision": re.compile(r"(?:^|\.)(?:vision_?\w*|visual|image_encoder)\."),
-    "audio": re.compile(r"(?:^|\.)audio_\w+\."),
-    "text": re.compile(r"(?:^|\.)(?:text_model|text_encoder|language_model)\."),
-}
-_STACKS = {part: re.compile(rf"(?:^|\.){part}\.") for part in ("decoder", "encoder")}
 _SUBCONFIGS = {
     "vision": ("vision_config",),
     "audio": ("audio_config",),
@@ -222,36 +134,11 @@ _SUBCONFIGS = {
     "decoder": ("decoder",),
     "encoder": ("encoder",),
 }
-_NORMS = re.compile(r"(?:q|k|query|key)_?(?:layer)?_?(?:norm|ln)\b|(?:norm|ln)_?[qk]\b", re.I)
-_SUSPECT = re.compile(r"(?:\w+_)?(?:w?q|w?k|w?qkv?\w?|query|key)(?:_\w+)?", re.I)
-
-
-def _layer(attention: str) -> int | None:
-    match = _LAYER.search(attention) or re.search(r"(?:^|\.)(\d+)(?:\.|$)", attention)
-    return int(match[1]) if match else None
-
-
-def _part(attention: str, usual: str = "") -> str:
-    path = f"{attention}."
-    for part, pattern in _TOWERS.items():
-        if pattern.search(path):
-            return part
-    if usual:
-        return usual
-    return next((part for part, pattern in _STACKS.items() if pattern.search(path)), "model")
-
-
-def _kind(attention: str, names: _Names) -> Kind:
-    parent, _, last = attention.rpartition(".")
-    beside = {"multihead_attn": "self_attn", "attn2": "attn1"}.get(last)  # torch, diffusers
-    if _CROSS.search(attention) or (beside and _join(parent, beside) in names.modules):
-        return "cross"
-    return "self"
 
 
 def _own_config(attention: str, config: Config) -> Config:
     """The part of a composite config that speaks of this attention, or all of it."""
-    for key in _SUBCONFIGS.get(_part(attention), ()):
+    for key in _SUBCONFIGS.get(part_of(attention), ()):
         if isinstance(config.get(key), Mapping):
             config = config[key]
             break
@@ -274,6 +161,19 @@ def _choose(rows: Sequence[Recipe], model_type: str | None) -> Recipe:
     )
 
 
+def _matrix(names: Names, name: str, transposed: bool | None) -> tuple[int, int, bool]:
+    """A stored weight's rows and columns in nn.Linear's order, and if they are transposed."""
+    shape = names.shape(name)
+    if len(shape) != 2 or 1 in shape:
+        raise _UnreadableError(
+            f"{name} has shape {shape}, which is not that of a weight matrix; "
+            "packed (quantized) weights cannot be read"
+        )
+    flipped = shape[1] > shape[0] if transposed is None else transposed
+    rows, columns = shape[::-1] if flipped else shape
+    return rows, columns, flipped
+
+
 def _divided(rows: int, by: int, what: str) -> int:
     if by < 1 or rows % by:
         raise _UnreadableError(f"{what} has {rows} rows, which {by} heads do not divide")
@@ -284,7 +184,7 @@ def _divided(rows: int, by: int, what: str) -> int:
 class _Site:
     """One place where a row's names fit, while its layout is worked out."""
 
-    names: _Names
+    names: Names
     attention: str
     layer: int
     config: Config
@@ -292,7 +192,7 @@ class _Site:
 
     @classmethod
     def of(
-        cls, names: _Names, attention: str, layer: int, rows: Sequence[Recipe], whole: Config
+        cls, names: Names, attention: str, layer: int, rows: Sequence[Recipe], whole: Config
     ) -> _Site:
         """Choose the row that fits the config, and the part of the config that matters."""
         config = _own_config(attention, whole)
@@ -306,7 +206,7 @@ class _Site:
     def layout(self) -> AttentionLayout:
         """Cut the tensors as the row says and note what stands around them."""
         recipe, model_type = self.recipe, self.config.get("model_type")
-        part, kind = _part(self.attention, recipe.part), _kind(self.attention, self.names)
+        part, kind = part_of(self.attention, recipe.part), kind_of(self.attention, self.names)
         heads = self.count((f"{part}_attention_heads", *recipe.heads))
         cut = self.separate if recipe.key else self.fused
         query, key, kv_heads, head_dim, model = cut(heads)
@@ -365,9 +265,9 @@ class _Site:
     def separate(self, heads: int) -> tuple[Projection, Projection, int, int, int]:
         """Query and key projections that have a tensor each."""
         recipe = self.recipe
-        names = [_join(self.attention, _weight(child)) for child in (recipe.query, recipe.key)]
-        rows, width, flipped = self.names.matrix(names[0], recipe.transposed)
-        key_rows, key_width, _ = self.names.matrix(names[1], recipe.transposed)
+        names = [join(self.attention, weight_name(child)) for child in (recipe.query, recipe.key)]
+        rows, width, flipped = _matrix(self.names, names[0], recipe.transposed)
+        key_rows, key_width, _ = _matrix(self.names, names[1], recipe.transposed)
         if width != key_width:
             raise _UnreadableError(
                 f"queries read {width} dimensions and keys {key_width}: "
@@ -397,8 +297,8 @@ class _Site:
     def fused(self, heads: int) -> tuple[Projection, Projection, int, int, int]:
         """Query and key projections that share one tensor with the values."""
         recipe = self.recipe
-        name = _join(self.attention, _weight(recipe.query))
-        rows, width, flipped = self.names.matrix(name, recipe.transposed)
+        name = join(self.attention, weight_name(recipe.query))
+        rows, width, flipped = _matrix(self.names, name, recipe.transposed)
         kv_heads = self.kv_heads(heads)
         head_dim = _divided(rows, heads + 2 * kv_heads, name)
         group = _divided(heads, kv_heads, name)
@@ -417,7 +317,7 @@ class _Site:
     def bias(self, child: str) -> str | None:
         """The stored bias of a projection."""
         leaf = "in_proj_bias" if child.endswith("_weight") else f"{child}.bias"
-        return self.names.stored.get(_join(self.attention, leaf))
+        return self.names.stored.get(join(self.attention, leaf))
 
     def rotary(self, head_dim: int) -> RotarySpec | None:
         """The rotary embedding, if this layer has one."""
@@ -443,16 +343,14 @@ class _Site:
         places = [self.attention, first]
         while self.attention and places[-1]:
             places.append(places[-1].rpartition(".")[0])
-        names = [_join(place, leaf) for place in places]
+        names = [join(place, leaf) for place in places]
         stored = next((self.names.stored[name] for name in names if name in self.names), None)
         return ("t5" if stored else None), stored
 
     def has_qk_norm(self) -> bool:
         """Whether a norm stands between the projections and their product."""
-        below = self.names.below(self.attention)
-        return any(_NORMS.match(name) for name in below) or any(
-            self.config.get(key) is True for key in QK_NORM
-        )
+        said = any(self.config.get(key) is True for key in QK_NORM)
+        return said or has_norm(self.attention, self.names)
 
     def caveats(self, layout: AttentionLayout) -> Iterator[str]:
         """What the spectrum of W_Qᵀ W_K leaves out here."""
@@ -485,21 +383,5 @@ class _Site:
         if layer_type(config, self.layer) == "sliding_attention":
             window = _value(config, ("sliding_window", "local_attention"))
             yield f"keys beyond a window of {window} tokens are masked"
-        if any(name.startswith("sinks") for name in self.names.below(self.attention)):
+        if join(self.attention, "sinks") in self.names:
             yield "a learned sink joins the keys in the softmax"
-
-
-def _unrecognized(names: _Names, sites: Mapping[str, Any]) -> Iterator[Skipped]:
-    """Modules with what look like queries or keys that no row reads."""
-    left: dict[str, list[str]] = {}
-    for name in names.stored:
-        module, _, leaf = name.rpartition(".")
-        attention, _, child = module.rpartition(".")
-        looks = _SUSPECT.fullmatch(child) and not re.search("norm|ln|bias|embed", child, re.I)
-        if looks and attention not in sites and not leaf.endswith("bias"):
-            left.setdefault(attention, []).append(f"{child}.{leaf}")
-    for attention, seen in left.items():
-        yield Skipped(
-            name=attention,
-            reason=f"no recipe reads {', '.join(seen[:4])}{' …' if len(seen) > 4 else ''}",
-        )
