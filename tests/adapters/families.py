@@ -143,7 +143,7 @@ def mismatch(form: QKForm, seen: Seen, *, softcap: float | None = None) -> float
     theirs = seen.logits.reshape(*ours.shape[:-1], -1)
     up_to_a_constant = form.distance_bias is not None or theirs.shape[-1] > ours.shape[-1]
     theirs = theirs[..., : ours.shape[-1]]  # a sink comes last
-    counted = theirs > -1e30
+    counted = theirs > -1e3  # masks go from -1e4 to minus infinity
     if form.distance_bias is not None:
         counted = counted & torch.ones(theirs.shape[-2:], dtype=torch.bool).tril()
     assert counted.sum() >= ours[..., 0].numel() and counted.any(-1).all()
@@ -215,6 +215,15 @@ SEQ2SEQ = {
     "vocab_size": 50,
 }
 T5 = {"d_model": 32, "num_heads": 4, "d_kv": 6, "d_ff": 48, "num_layers": 2, "vocab_size": 50}
+WAVE = {
+    **SIZE,
+    "conv_dim": (8,),
+    "conv_stride": (5,),
+    "conv_kernel": (10,),
+    "num_feat_extract_layers": 1,
+    "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2,
+}
 SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
@@ -281,6 +290,7 @@ FAMILIES: dict[str, Family] = {
     "gpt2 with cross-attention": Family(
         "GPT2Config", {**GPT, "add_cross_attention": True}, with_encoder, attentions=4
     ),
+    "openai-gpt": Family("OpenAIGPTConfig", GPT),
     "gpt_bigcode": Family("GPTBigCodeConfig", {**GPT, "multi_query": True}),
     "gpt_neo": Family(
         "GPTNeoConfig",
@@ -399,6 +409,14 @@ FAMILIES: dict[str, Family] = {
     "xlm-roberta": Family("XLMRobertaConfig", SIZE),
     "camembert": Family("CamembertConfig", SIZE),
     "electra": Family("ElectraConfig", SIZE),
+    "esm": Family(
+        "EsmConfig",
+        {**SIZE, "position_embedding_type": "rotary", "mask_token_id": 3},
+        traits=traits("rotary"),
+    ),
+    "deberta-v2": Family(
+        "DebertaV2Config", {**SIZE, "relative_attention": False}, traits=traits("float32")
+    ),
     "distilbert": Family(
         "DistilBertConfig",
         {"dim": 32, "n_heads": 4, "n_layers": 2, "hidden_dim": 48, "vocab_size": 50},
@@ -421,6 +439,14 @@ FAMILIES: dict[str, Family] = {
     "t5": Family("T5Config", T5, both, attentions=6, traits=traits("bias by distance")),
     "mt5": Family("MT5Config", T5, both, attentions=6, traits=traits("bias by distance")),
     "umt5": Family("UMT5Config", T5, both, attentions=6, traits=traits("bias by distance")),
+    "switch_transformers": Family(
+        "SwitchTransformersConfig",
+        {**T5, "num_experts": 2, "num_decoder_layers": 2}
+        | {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
+        both,
+        attentions=6,
+        traits=traits("bias by distance"),
+    ),
     "bart": Family("BartConfig", SEQ2SEQ, both, attentions=3),
     "mbart": Family("MBartConfig", SEQ2SEQ, both, attentions=3),
     "marian": Family("MarianConfig", SEQ2SEQ, both, attentions=3),
@@ -432,13 +458,8 @@ FAMILIES: dict[str, Family] = {
         sound,
         attentions=3,
     ),
-    "wav2vec2": Family(
-        "Wav2Vec2Config",
-        {**SIZE, "conv_dim": (8,), "conv_stride": (5,), "conv_kernel": (10,)}
-        | {"num_feat_extract_layers": 1, "num_conv_pos_embeddings": 4}
-        | {"num_conv_pos_embedding_groups": 2},
-        wave,
-    ),
+    "wav2vec2": Family("Wav2Vec2Config", WAVE, wave),
+    "hubert": Family("HubertConfig", WAVE, wave),
 }
 
 
@@ -457,6 +478,7 @@ def built(name: str) -> nn.Module:
     import transformers
 
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     family = FAMILIES[name]
     config = getattr(transformers, family.config)(**{**SPECIAL, **family.settings})
     config._experts_implementation = "eager"  # the others know no float64

@@ -7,13 +7,25 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.adapters.families import FAMILIES, SHARED, Observed, built, mismatch, observed
+from safetensors.torch import load_file
+from tests.adapters.families import (
+    FAMILIES,
+    SHARED,
+    SIZE,
+    VISION,
+    Observed,
+    mismatch,
+    observed,
+    shaken,
+    tokens,
+    watched,
+)
 
 from locater import LocaterError
 from locater.adapters.modules import LiveAttention, find_attention
@@ -45,43 +57,65 @@ def stored_config(model: Any) -> dict[str, Any]:
     return json.loads(model.config.to_json_string())
 
 
-def worst(name: str, watched: Observed, **changes: Any) -> float:
+def worst(name: str, run: Observed, **changes: Any) -> float:
     """The largest mismatch over a model's attentions, after changing their layouts."""
     errors = []
-    for live in watched.found:
+    for live in run.found:
         changed = LiveAttention(replace(live.layout, **changes), live.sources, live.module)
-        form, seen = changed.form(distances=64), watched.seen[live.layout.name]
+        form, seen = changed.form(distances=64), run.seen[live.layout.name]
         errors.append(mismatch(form, seen, softcap=softcap(name)))
     return max(errors)
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in NORMED])
 def test_a_models_own_logits_follow_from_its_form(name: str) -> None:
-    watched = observed(name)
-    assert len(watched.found) == FAMILIES[name].attentions
-    assert not watched.skipped
-    assert worst(name, watched) < tolerance(name)
+    run = observed(name)
+    assert len(run.found) == FAMILIES[name].attentions
+    assert not run.skipped
+    assert worst(name, run) < tolerance(name)
 
 
 @pytest.mark.parametrize("name", NORMED)
 def test_qk_norm_is_flagged_and_the_form_is_exact_without_it(name: str) -> None:
-    watched = observed(name)
-    assert all(live.layout.qk_norm for live in watched.found)
-    assert all("no fixed W_QK" in " ".join(live.layout.caveats) for live in watched.found)
-    assert worst(name, watched) > 0.1
+    run = observed(name)
+    assert all(live.layout.qk_norm for live in run.found)
+    assert all("no fixed W_QK" in " ".join(live.layout.caveats) for live in run.found)
+    assert worst(name, run) > 0.1
     assert worst(name, observed(name, without_qk_norm=True)) < tolerance(name)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_names_shapes_and_the_stored_config_say_as_much_as_the_live_model(name: str) -> None:
-    watched = observed(name)
-    found, skipped = layouts(shapes_of(watched.model), stored_config(watched.model))
-    assert found == [live.layout for live in watched.found]
-    assert skipped == watched.skipped
-    tensors = watched.model.state_dict()
-    for layout, live in zip(found, watched.found, strict=True):
+def test_names_shapes_and_the_config_say_as_much_as_the_live_model(name: str) -> None:
+    run = observed(name)
+    found, skipped = layouts(shapes_of(run.model), stored_config(run.model))
+    assert found == [live.layout for live in run.found]
+    assert skipped == run.skipped
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_saved_checkpoint_holds_the_forms_of_the_live_model(name: str, tmp_path: Path) -> None:
+    run = observed(name)
+    run.model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+    found, skipped = layouts(shapes, json.loads((tmp_path / "config.json").read_text()))
+    assert not skipped
+    for layout, live in zip(found, run.found, strict=True):
+        assert all(key in tensors for key in layout.tensors)
+        moved = {"name": "", "query": live.layout.query, "key": live.layout.key}  # names may change
+        moved["position_weight"] = layout.position_weight
+        assert replace(layout, **moved) == replace(live.layout, **moved)
         stored, form = layout.form(tensors, distances=8), live.form(distances=8)
-        assert torch.equal(stored.query, form.query) and torch.equal(stored.key, form.key)
+        for field in ("query", "key", "query_bias", "key_bias", "distance_bias"):
+            mine, theirs = getattr(stored, field), getattr(form, field)
+            assert (mine is None) == (theirs is None)
+            assert mine is None or torch.equal(mine, theirs)
+
+
+def test_every_model_type_that_a_row_names_was_put_to_the_test() -> None:
+    tested = {live.layout.family for name in FAMILIES for live in observed(name).found}
+    tested |= {observed(name).model.config.model_type for name in FAMILIES}
+    assert {kind for row in RECIPES for kind in row.model_types} <= tested
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -106,37 +140,37 @@ def test_a_form_gives_each_query_head_its_groups_key_head(name: str) -> None:
 def test_a_fused_tensor_cut_the_other_way_is_wrong(name: str) -> None:
     other = {"grouped": "concatenated", "concatenated": "grouped"}
     swapped = [replace(row, packing=other[row.packing]) for row in RECIPES]
-    watched = observed(name)
-    for live in find_attention(watched.model, recipes=swapped):
+    run = observed(name)
+    for live in find_attention(run.model, recipes=swapped):
         form = live.form(distances=8)
-        assert mismatch(form, watched.seen[live.layout.name], softcap=softcap(name)) > 0.1
+        assert mismatch(form, run.seen[live.layout.name], softcap=softcap(name)) > 0.1
 
 
 @pytest.mark.parametrize("name", ROTARY)
 def test_the_other_rotary_layout_is_wrong(name: str) -> None:
-    watched = observed(name)
-    rotary = watched.found[0].layout.rotary
+    run = observed(name)
+    rotary = run.found[0].layout.rotary
     assert rotary is not None
     other = "half" if rotary.layout == "interleaved" else "interleaved"
-    assert worst(name, watched, rotary=replace(rotary, layout=other)) > 0.01
-    assert worst(name, watched, rotary=None) > 0.01
+    assert worst(name, run, rotary=replace(rotary, layout=other)) > 0.01
+    assert worst(name, run, rotary=None) > 0.01
 
 
 @pytest.mark.parametrize("name", ["t5", "gpt_neo", "gemma2", "granite", "llama, yarn"])
 def test_the_square_root_of_the_head_is_not_every_familys_temperature(name: str) -> None:
-    watched = observed(name)
-    root = math.sqrt(watched.found[0].layout.head_dim)
-    assert worst(name, watched, temperature=root) > 0.01
+    run = observed(name)
+    root = math.sqrt(run.found[0].layout.head_dim)
+    assert worst(name, run, temperature=root) > 0.01
 
 
 @pytest.mark.parametrize("name", ["llama", "falcon, new", "phi3"])
 def test_key_heads_dealt_out_in_turn_are_wrong(name: str) -> None:
-    watched = observed(name)
-    for live in watched.found:
+    run = observed(name)
+    for live in run.found:
         form = live.form()
         turns = torch.arange(live.layout.heads) % live.layout.kv_heads
         dealt = replace(form, key=live.key_weight()[turns])
-        assert mismatch(dealt, watched.seen[live.layout.name]) > 0.1
+        assert mismatch(dealt, run.seen[live.layout.name]) > 0.1
 
 
 def test_self_and_cross_attention_are_told_apart() -> None:
@@ -209,20 +243,16 @@ def test_configs_of_earlier_versions_mean_the_same(config: str) -> None:
     assert len({one.rotary for one in found}) == (2 if config == "Gemma3TextConfig" else 1)
 
 
-def test_vision_transformers_are_read_under_their_earlier_names() -> None:
-    shapes = shapes_of(built("vit"))
-    renamed = {
-        re.sub(r"layers\.(\d+)\.attention\.(\w)_proj", _earlier, name): shape
-        for name, shape in shapes.items()
+def test_vision_transformers_are_read_under_the_names_that_files_keep(tmp_path: Path) -> None:
+    run = observed("vit")
+    run.model.save_pretrained(tmp_path)
+    shapes = {
+        key: tuple(part.shape) for key, part in load_file(tmp_path / "model.safetensors").items()
     }
-    found, skipped = layouts(renamed, {"model_type": "vit", "num_attention_heads": 4})
+    found, _ = layouts(shapes, stored_config(run.model))
     assert [one.name for one in found] == [f"encoder.layer.{k}.attention.attention" for k in (0, 1)]
-    assert {one.part for one in found} == {"vision"} and not skipped
-
-
-def _earlier(match: re.Match[str]) -> str:
-    child = {"q": "attention.query", "k": "attention.key"}.get(match[2], match[2])
-    return f"encoder.layer.{match[1]}.attention.{child}"
+    assert run.found[0].layout.name == "layers.0.attention"
+    assert {one.part for one in found} == {"vision"}
 
 
 @pytest.mark.parametrize(
@@ -235,16 +265,16 @@ def _earlier(match: re.Match[str]) -> str:
 def test_llama_in_the_order_of_its_authors_and_of_llama_cpp(
     query: str, key: str, config: dict[str, Any]
 ) -> None:
-    watched = observed("llama")
+    run = observed("llama")
     tensors = {}
-    for layer, live in enumerate(watched.found):
+    for layer, live in enumerate(run.found):
         for name, weight in ((query, live.query_weight()), (key, live.key_weight())):
             # half: (first dimensions, second dimensions); interleaved: pair by pair
             pairs = weight.unflatten(1, (2, -1)).transpose(1, 2)
             tensors[name.format(layer) + ".weight"] = pairs.reshape(-1, weight.shape[-1])
     found, _ = layouts({name: tuple(tensor.shape) for name, tensor in tensors.items()}, config)
-    for layout, live in zip(found, watched.found, strict=True):
-        assert mismatch(layout.form(tensors), watched.seen[live.layout.name]) < ANGLES
+    for layout, live in zip(found, run.found, strict=True):
+        assert mismatch(layout.form(tensors), run.seen[live.layout.name]) < ANGLES
 
 
 def test_the_defaults_are_those_of_transformers() -> None:
@@ -314,7 +344,7 @@ def test_what_cannot_be_read_is_skipped_with_its_reason() -> None:
     reason = skipped_reason(pair((8, 8), (8, 8)), {"num_heads": 2, "head_dim": 8})
     assert "2 heads of 4 rows, but the config says head_dim = 8" in reason
     reason = skipped_reason(pair((12, 8), (8, 8)), {"num_heads": 3})
-    assert "has 3 rows, which 2 heads do not divide" in reason
+    assert "3 query heads cannot share 2 key heads" in reason
 
 
 def test_fused_names_that_two_families_share_need_a_model_type() -> None:
@@ -360,6 +390,43 @@ def test_an_unnamed_model_type_is_read_by_its_names_and_says_so() -> None:
     assert (found.family, found.kv_heads) == ("brand_new", 1)
     assert found.rotary is not None and found.rotary.base == 100.0
     assert "by its tensor names alone" in found.caveats[-1]
+
+
+def test_debertas_content_term_is_exact_and_its_position_terms_are_a_caveat() -> None:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    relative = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}
+    config = transformers.DebertaV2Config(**SIZE, **relative, max_relative_positions=8)
+    model = shaken(transformers.AutoModel.from_config(config, attn_implementation="eager"))
+    found = find_attention(model)
+    for table in ("rel_embeddings.weight", "query_proj.bias", "key_proj.bias"):
+        for name, parameter in model.named_parameters():
+            if name.endswith(table):  # then the position terms are zero
+                parameter.data.zero_()
+    with watched(found) as seen, torch.no_grad():
+        model(input_ids=tokens())
+    for live in found:
+        assert live.layout.temperature == math.sqrt(3 * 8)
+        assert "products of tokens with position embeddings" in live.layout.caveats[-1]
+        assert mismatch(live.form(), seen[live.layout.name]) < ANGLES
+
+
+def test_towers_of_a_composite_model_have_their_own_configs() -> None:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    text = {**SHARED, "model_type": "llama", "num_attention_heads": 8}
+    vision = {**VISION, "model_type": "clip_vision_model"}
+    config = transformers.LlavaConfig(text_config=text, vision_config=vision)
+    with torch.device("meta"):
+        model = transformers.AutoModelForImageTextToText.from_config(config)
+    found, skipped = layouts(shapes_of(model), stored_config(model))
+    assert found == [live.layout for live in find_attention(model)] and not skipped
+    assert {(one.part, one.family, one.heads, one.kv_heads) for one in found} == {
+        ("text", "llama", 8, 2),
+        ("vision", "clip_vision_model", 4, 4),
+    }
 
 
 def test_layers_are_ordered_by_number() -> None:

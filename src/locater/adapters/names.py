@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from locater.adapters.layout import Kind, Skipped
 from locater.errors import LocaterError
@@ -26,19 +27,21 @@ def plain_name(name: str) -> str:
     >>> plain_name("module._orig_mod.base_model.model.h.0.attn.c_attn.base_layer.weight")
     'h.0.attn.c_attn.weight'
     """
-    name = re.sub(r"\.parametrizations\.(\w+)\.original[01]?$", r".\1", name)
-    parts = [part for part in name.split(".") if part not in _WRAPPERS]
-    return re.sub(r"(^|\.)base_model\.model\.", r"\1", ".".join(parts))
+    if "parametrizations" in name:
+        name = re.sub(r"\.parametrizations\.(\w+)\.original[01]?$", r".\1", name)
+    if any(part in name for part in _WRAPPERS):
+        name = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    return re.sub(r"(^|\.)base_model\.model\.", r"\1", name) if "base_model" in name else name
 
 
 @dataclass(frozen=True)
 class Names:
-    """Stored tensors under their plain names."""
+    """Stored tensors under their plain names, indexed by how those end."""
 
     stored: Mapping[str, str]
     shapes: Shapes
-    below: Mapping[str, list[str]]
-    """What lies under a module, at most four levels deep, by names relative to it."""
+    owners: Mapping[str, list[str]]
+    """The modules that have a tensor, by its name below them: `q_proj.weight`, `sinks`."""
 
     @classmethod
     def of(cls, shapes: Shapes) -> Names:
@@ -46,39 +49,51 @@ class Names:
         stored = {plain_name(name): name for name in shapes}
         if len(stored) < len(shapes):  # two tensors differ in their wrappers alone
             stored = {name: name for name in shapes}
-        below: dict[str, list[str]] = {}
+        owners: dict[str, list[str]] = {}
         for name in stored:
-            parts = name.split(".")
-            for depth in range(1, min(len(parts), 4) + 1):
-                module = ".".join(parts[:-depth])
-                below.setdefault(module, []).append(".".join(parts[-depth:]))
-        return cls(stored, shapes, below)
+            module, _, leaf = name.rpartition(".")
+            owners.setdefault(leaf, []).append(module)
+            if module:
+                attention, _, child = module.rpartition(".")
+                owners.setdefault(f"{child}.{leaf}", []).append(attention)
+        return cls(stored, shapes, owners)
 
     def __contains__(self, name: object) -> bool:
         return name in self.stored
-
-    def modules_with(self, tensor: str) -> list[str]:
-        """The modules that have a tensor of this name."""
-        ending = f".{tensor}"
-        found = [name[: -len(ending)] for name in self.stored if name.endswith(ending)]
-        return [*found, ""] if tensor in self.stored else found
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a stored tensor."""
         return tuple(self.shapes[self.stored[name]])
 
+    @cached_property
+    def modules(self) -> frozenset[str]:
+        """Every module that has a tensor itself or in a child."""
+        return frozenset(module for modules in self.owners.values() for module in modules)
+
+    @cached_property
+    def normed(self) -> frozenset[str]:
+        """Every module that has a norm of queries or keys below it."""
+        names = [name.split(".") for name in self.stored if re.search("norm|ln", name, re.I)]
+        return frozenset(
+            ".".join(parts[:depth])
+            for parts in names
+            for depth, part in enumerate(parts)
+            if _NORM.fullmatch(part)
+        )
+
     def unrecognized(self, known: Container[str]) -> Iterator[Skipped]:
         """Modules with what look like queries or keys, other than the known ones."""
         left: dict[str, list[str]] = {}
-        for name in self.stored:
-            module, _, leaf = name.rpartition(".")
-            attention, _, child = module.rpartition(".")
-            looks = _SUSPECT.fullmatch(child) and not re.search("norm|ln|bias|embed", child, re.I)
-            if looks and attention not in known and not leaf.endswith("bias"):
-                left.setdefault(attention, []).append(f"{child}.{leaf}")
-        for attention, seen in left.items():
+        for tensor, modules in self.owners.items():
+            child = tensor.rpartition(".")[0]
+            if not _SUSPECT.fullmatch(child) or _NO_WEIGHT.search(tensor):
+                continue
+            for module in modules:
+                if module not in known:
+                    left.setdefault(module, []).append(tensor)
+        for module, seen in left.items():
             shown = ", ".join(seen[:4]) + (" …" if len(seen) > 4 else "")
-            yield Skipped(name=attention, reason=f"no recipe reads {shown}")
+            yield Skipped(name=module, reason=f"no recipe reads {shown}")
 
 
 def unknown_family(names: Iterable[str]) -> LocaterError:
@@ -115,8 +130,9 @@ _TOWERS = {
     "text": re.compile(r"(?:^|\.)(?:text_model|text_encoder|language_model)\."),
 }
 _STACKS = {part: re.compile(rf"(?:^|\.){part}\.") for part in ("decoder", "encoder")}
-_NORMS = re.compile(r"(?:q|k|query|key)_?(?:layer)?_?(?:norm|ln)\b|(?:norm|ln)_?[qk]\b", re.I)
+_NORM = re.compile(r"(?:q|k|query|key)_?(?:layer)?_?(?:norm|ln)|(?:norm|ln)_?[qk]", re.I)
 _SUSPECT = re.compile(r"(?:\w+_)?(?:w?q|w?k|w?qkv?\w?|query|key)(?:_\w+)?", re.I)
+_NO_WEIGHT = re.compile(r"norm|ln|bias|embed|scale", re.I)
 
 
 def layer_number(attention: str) -> int | None:
@@ -140,11 +156,6 @@ def kind_of(attention: str, names: Names) -> Kind:
     """Tell attention to the own tokens from attention to an encoder's."""
     parent, _, last = attention.rpartition(".")
     beside = {"multihead_attn": "self_attn", "attn2": "attn1"}.get(last)  # torch, diffusers
-    if _CROSS.search(attention) or (beside and join(parent, beside) in names.below):
+    if _CROSS.search(attention) or (beside and join(parent, beside) in names.modules):
         return "cross"
     return "self"
-
-
-def has_norm(attention: str, names: Names) -> bool:
-    """Whether a norm of queries or keys is among an attention's tensors."""
-    return any(_NORMS.match(name) for name in names.below.get(attention, ()))

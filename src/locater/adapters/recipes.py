@@ -49,6 +49,11 @@ def _gemma_temperature(config: Config, head_dim: int, layer: int) -> float:
     return math.sqrt(config.get("query_pre_attn_scalar") or 256)
 
 
+def _deberta_temperature(config: Config, head_dim: int, layer: int) -> float:
+    terms = config.get("pos_att_type") or () if config.get("relative_attention") else ()
+    return math.sqrt(head_dim * (1 + ("c2p" in terms) + ("p2c" in terms)))
+
+
 def _granite_temperature(config: Config, head_dim: int, layer: int) -> float:
     return 1 / float(config.get("attention_multiplier") or 1.0)
 
@@ -86,6 +91,15 @@ _SIGLIP = ("siglip", "siglip_text_model", "siglip_vision_model")
 _VIT = ("vit", "deit", "dinov2")
 _GGUF = Recipe(family="gguf", query="attn_q", key="attn_k", part="decoder")
 _GPT2 = Recipe(family="gpt2", query="c_attn", part="decoder", temperature=_gpt2_temperature)
+_LIN = Recipe(family="q_lin", query="q_lin", key="k_lin", part="encoder")
+_DEBERTA = Recipe(
+    family="deberta",
+    query="query_proj",
+    key="key_proj",
+    temperature=_deberta_temperature,
+    caveats=("products of tokens with position embeddings are added to the logits",),
+)
+_GPT2_CROSS = replace(_GPT2, query="q_attn", key="c_attn", transposed=True, key_parts=2)
 _T5 = Recipe(family="t5", query="q", key="k", position_bias="t5")
 _ANY = Recipe(family="", query="", temperature=said_by_module, caveats=(NAMES_CAVEAT,))
 
@@ -101,30 +115,35 @@ RECIPES: tuple[Recipe, ...] = (
     replace(_FUSED, model_types=("gpt_neox",), rotary="half"),
     replace(_FUSED, model_types=("falcon",), rotary="half", position_bias="scaled alibi"),
     replace(_ROTARY, model_types=("modernbert",), query="Wqkv", key="", part="encoder"),
-    Recipe(family="llama", query="wq", key="wk", rotary="interleaved", part="decoder"),
     replace(_GGUF, model_types=("llama",), rotary="interleaved"),  # llama.cpp reorders these heads
     replace(_GGUF, rotary="half if configured", caveats=(NAMES_CAVEAT,)),
+    replace(_GGUF, query="attn_qkv", key="", rotary="half if configured", caveats=(NAMES_CAVEAT,)),
     # a bias by distance
     replace(_FUSED, model_types=("bloom",), position_bias="alibi"),
     replace(_T5, model_types=("t5", "mt5", "umt5", "switch_transformers"), temperature=unscaled),
     replace(_T5, model_types=("mpnet",)),
     # absolute positions
-    replace(_GPT2, query="q_attn", key="c_attn", transposed=True, key_parts=2),
-    replace(_GPT2, transposed=None),  # Conv1D in Hugging Face's, nn.Linear in nanoGPT's
+    replace(_GPT2_CROSS, model_types=("gpt2",)),
+    replace(_GPT2, transposed=None, model_types=("gpt2", "gpt_bigcode", "openai-gpt")),
     replace(_PROJ, model_types=("gpt_neo",), part="decoder", temperature=unscaled),
     replace(_PROJ, model_types=("opt", *_SEQ2SEQ, *_CLIP, *_SIGLIP, "wav2vec2", "hubert")),
     replace(_PROJ, model_types=_VIT, part="vision"),
     replace(_NAMED, model_types=_VIT, part="vision"),  # as stored by earlier versions
     replace(_NAMED, model_types=_BERT),
+    replace(_NAMED, model_types=("esm",), rotary="half if configured"),
     replace(_NAMED, model_types=("albert",), caveats=("one set of weights serves all layers",)),
-    Recipe(family="distilbert", query="q_lin", key="k_lin", part="encoder"),
+    replace(_LIN, model_types=("distilbert",)),
+    replace(_DEBERTA, model_types=("deberta-v2",)),
     Recipe(family="multihead", query="in_proj_weight"),
     Recipe(family="multihead", query="q_proj_weight", key="k_proj_weight"),
     # known not to have a form
     Recipe(family="mla", query="kv_a_proj_with_mqa", skip=MLA_REASON),
-    # whatever else bears these names: fairseq, timm, diffusers, a user's own
+    # whatever else bears these names: fairseq, nanoGPT, timm, diffusers, a user's own
     replace(_ANY, family="q_proj", query="q_proj", key="k_proj", rotary="half if configured"),
-    replace(_ANY, family="query", query="query", key="key"),
+    replace(_ANY, family="nanogpt", query="c_attn", transposed=None, rotary="half if configured"),
+    replace(_ANY, family="llama", query="wq", key="wk", rotary="interleaved"),
+    replace(_ANY, family="query", query="query", key="key", rotary="half if configured"),
+    replace(_ANY, family="q_lin", query="q_lin", key="k_lin"),
     replace(_ANY, family="q", query="q", key="k"),
     replace(_ANY, family="to_q", query="to_q", key="to_k"),
     replace(_ANY, family="qkv", query="qkv"),

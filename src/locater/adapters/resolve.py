@@ -13,7 +13,6 @@ from locater.adapters.layout import AttentionLayout, Kind, Projection, Skipped
 from locater.adapters.names import (
     Names,
     Shapes,
-    has_norm,
     join,
     kind_of,
     layer_number,
@@ -31,7 +30,7 @@ HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "nhead", "head
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads", "n_kv_head")
 HEAD_DIM = ("head_dim", "d_kv")
 QK_NORM = ("use_qk_norm", "qk_layernorm", "use_qk_layernorm", "qk_norm")
-ROPE = ("rope_parameters", "rope_theta", "rope_scaling", "rotary_dim", "rotary_pct")
+ROPE = ("rope_parameters", "rope_theta", "rope_scaling", "rotary_dim", "rotary_emb_base")
 
 INPUT_CAVEAT = "x is what the projection reads, after any LayerNorm and its gains"
 CROSS_CAVEAT = "cross-attention: W_QK couples two token processes, the decoder's and the encoder's"
@@ -113,7 +112,7 @@ def _sites(names: Names, recipes: Sequence[Recipe]) -> dict[str, list[Recipe]]:
     """Every attention, in the order of its layers, with the rows whose names fit it."""
     sites: dict[str, list[Recipe]] = {}
     for recipe in recipes:
-        for attention in names.modules_with(weight_name(recipe.query)):
+        for attention in names.owners.get(weight_name(recipe.query), ()):
             if not recipe.key or join(attention, weight_name(recipe.key)) in names:
                 sites.setdefault(attention, []).append(recipe)
     return {attention: sites[attention] for attention in sorted(sites, key=natural_order)}
@@ -129,8 +128,8 @@ def _value(config: Config, keys: Iterable[str]) -> Any:
 
 _SUBCONFIGS = {
     "vision": ("vision_config",),
-    "audio": ("audio_config",),
-    "text": ("text_config", "llm_config"),
+    "audio": ("audio_config", "audio_encoder"),
+    "text": ("text_config", "llm_config", "text_encoder"),
     "decoder": ("decoder",),
     "encoder": ("encoder",),
 }
@@ -154,10 +153,10 @@ def _choose(rows: Sequence[Recipe], model_type: str | None) -> Recipe:
     named = [recipe for recipe in rows if model_type in recipe.model_types]
     for recipe in named or [recipe for recipe in rows if not recipe.model_types]:
         return recipe
-    families = ", ".join(dict.fromkeys(recipe.family for recipe in rows))
+    known = ", ".join(name for recipe in rows for name in recipe.model_types)
     raise _UnreadableError(
-        f"its names fit {families}, which differ in what they store, and the config's model_type "
-        f"is {model_type!r}; name it in a Recipe's model_types"
+        f"its names are those of {known}, which differ in what they store, and the config's "
+        f"model_type is {model_type!r}; name it in a Recipe's model_types"
     )
 
 
@@ -262,6 +261,12 @@ class _Site:
             return 1
         return int(_value(self.config, KV_HEADS) or heads)
 
+    def group(self, heads: int, kv_heads: int) -> int:
+        """How many query heads share a key head."""
+        if heads % kv_heads:
+            raise _UnreadableError(f"{heads} query heads cannot share {kv_heads} key heads")
+        return heads // kv_heads
+
     def separate(self, heads: int) -> tuple[Projection, Projection, int, int, int]:
         """Query and key projections that have a tensor each."""
         recipe = self.recipe
@@ -276,7 +281,7 @@ class _Site:
         key_rows = _divided(key_rows, recipe.key_parts, names[1])
         head_dim = _divided(rows, heads, names[0])
         kv_heads = _divided(key_rows, head_dim, names[1])
-        _divided(heads, kv_heads, names[0])
+        self.group(heads, kv_heads)
         in_one = recipe.query.endswith("_weight")  # nn.MultiheadAttention: one bias for all
         query = Projection(
             weight=self.names.stored[names[0]],
@@ -301,7 +306,7 @@ class _Site:
         rows, width, flipped = _matrix(self.names, name, recipe.transposed)
         kv_heads = self.kv_heads(heads)
         head_dim = _divided(rows, heads + 2 * kv_heads, name)
-        group = _divided(heads, kv_heads, name)
+        group = self.group(heads, kv_heads)
         query = Projection(
             weight=self.names.stored[name], bias=self.bias(recipe.query), transposed=flipped
         )
@@ -322,7 +327,8 @@ class _Site:
     def rotary(self, head_dim: int) -> RotarySpec | None:
         """The rotary embedding, if this layer has one."""
         recipe = self.recipe
-        silent = _value(self.config, ROPE) is None
+        named = self.config.get("position_embedding_type") == "rotary"
+        silent = _value(self.config, ROPE) is None and not named
         if recipe.rotary is None or (recipe.rotary == "half if configured" and silent):
             return None
         layout: Literal["half", "interleaved"] = (
@@ -350,7 +356,7 @@ class _Site:
     def has_qk_norm(self) -> bool:
         """Whether a norm stands between the projections and their product."""
         said = any(self.config.get(key) is True for key in QK_NORM)
-        return said or has_norm(self.attention, self.names)
+        return said or self.attention in self.names.normed
 
     def caveats(self, layout: AttentionLayout) -> Iterator[str]:
         """What the spectrum of W_Qᵀ W_K leaves out here."""
