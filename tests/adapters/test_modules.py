@@ -411,12 +411,13 @@ def test_layers_are_selected_by_a_regular_expression() -> None:
         find_attention(model, layers="nothing")
 
 
-def test_weights_that_are_not_numbers_of_their_own_are_skipped() -> None:
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_weights_that_are_not_numbers_of_their_own_are_skipped(dtype: torch.dtype) -> None:
     model = Stack("blocks", [Named("attn", Packed("qkv", "num_heads"))])
     packed: Any = model.blocks[0].attn.qkv
-    packed.weight = nn.Parameter(packed.weight.to(torch.int8), requires_grad=False)
+    packed.weight = nn.Parameter(packed.weight.to(dtype), requires_grad=False)
     _, (skipped,) = discover(model)
-    assert skipped.name == "blocks.0.attn" and "torch.int8: quantized" in skipped.reason
+    assert skipped.name == "blocks.0.attn" and f"{dtype}: quantized" in skipped.reason
 
 
 def test_models_without_storage_are_found() -> None:

@@ -27,7 +27,7 @@ from tests.adapters.families import (
     watched,
 )
 
-from locater import LocaterError
+from locater import InputError, LocaterError
 from locater.adapters.modules import LiveAttention, find_attention
 from locater.adapters.recipes import DEFAULTS, RECIPES, Recipe, Skipped, layouts
 
@@ -345,6 +345,36 @@ def test_what_cannot_be_read_is_skipped_with_its_reason() -> None:
     assert "2 heads of 4 rows, but the config says head_dim = 8" in reason
     reason = skipped_reason(pair((12, 8), (8, 8)), {"num_heads": 3})
     assert "3 query heads cannot share 2 key heads" in reason
+
+
+def test_eight_bit_weights_are_multiplied_with_their_scales() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(8, 12, generator=generator)
+    names = pair((8, 12), (8, 12))
+    for scale in (
+        torch.tensor(0.1),
+        torch.rand(1, generator=generator),
+        torch.rand(8, generator=generator),
+        torch.rand(8, 1, generator=generator),
+        torch.rand(2, 3, generator=generator),
+    ):
+        whole = scale if scale.ndim != 1 or len(scale) == 1 else scale[:, None]
+        if scale.shape == (2, 3):
+            whole = torch.kron(scale, torch.ones(4, 4))
+        stored = (weight / whole).to(torch.float8_e4m3fn)
+        tensors = dict.fromkeys(names, stored)
+        tensors |= {f"{name}_scale_inv": scale for name in names}
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        (found,), skipped = layouts(shapes, {"num_heads": 2})
+        assert not skipped and set(found.tensors) == set(tensors)
+        unpacked = found.form(tensors).query.flatten(0, 1)
+        torch.testing.assert_close(unpacked, stored.float() * whole)
+        torch.testing.assert_close(unpacked, weight, rtol=0.07, atol=0.01)  # 3 bits of mantissa
+    tensors |= {f"{name}_scale_inv": torch.ones(3, 5) for name in names}
+    with pytest.raises(InputError, match=r"is \(8, 12\) and its scale \(3, 5\)\.\nhint: give one"):
+        found.form(tensors)
+    shapes = {**names, "h.0.attn.q_proj.SCB": (8,)}
+    assert "q_proj is packed in 8 bits" in skipped_reason(shapes, {"num_heads": 2})
 
 
 def test_fused_names_that_two_families_share_need_a_model_type() -> None:

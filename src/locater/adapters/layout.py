@@ -12,6 +12,7 @@ from torch import Tensor
 
 from locater.adapters.positions import RotarySpec, alibi_slopes, relative_buckets
 from locater.core.spectrum import QKForm
+from locater.errors import InputError
 
 Kind = Literal["self", "cross"]
 
@@ -33,6 +34,24 @@ class Projection:
     """… of which inner[first:last] are ours."""
     bias_start: int | None = None
     """The bias' first row, where it is not the weight's."""
+    scale: str | None = None
+    """The tensor that an 8-bit weight is to be multiplied with: whole, by rows or by blocks."""
+
+    def unpacked(self, tensors: Mapping[str, Tensor]) -> Float[Tensor, "_ _"]:
+        """The stored weight, times its scale where it has one."""
+        weight = tensors[self.weight]
+        if self.scale is None:
+            return weight
+        scale = tensors[self.scale].float()
+        for axis, entries in enumerate(scale.shape):
+            if weight.shape[axis] % entries:
+                raise InputError(
+                    f"{self.weight} is {tuple(weight.shape)} and its scale {tuple(scale.shape)}.",
+                    hint="give one scale, one per row, or one per block of equal size.",
+                )
+            if entries > 1:
+                scale = scale.repeat_interleave(weight.shape[axis] // entries, axis)
+        return weight.float() * (scale[:, None] if scale.ndim == 1 and len(scale) > 1 else scale)
 
     def heads(
         self, tensor: Float[Tensor, "_ _"], head_dim: int
@@ -88,6 +107,8 @@ class AttentionLayout:
             self.key.weight,
             self.query.bias,
             self.key.bias,
+            self.query.scale,
+            self.key.scale,
             self.position_weight,
         )
         return tuple(dict.fromkeys(name for name in names if name))
@@ -97,8 +118,8 @@ class AttentionLayout:
 
         A bias by distance (ALiBi, T5) is written out for that many distances.
         """
-        query = self.query.heads(tensors[self.query.weight], self.head_dim)
-        key = self.key.heads(tensors[self.key.weight], self.head_dim)
+        query = self.query.heads(self.query.unpacked(tensors), self.head_dim)
+        key = self.key.heads(self.key.unpacked(tensors), self.head_dim)
         biases = [
             side.bias_heads(tensors[side.bias], self.head_dim) if side.bias else None
             for side in (self.query, self.key)

@@ -270,7 +270,7 @@ def _shape(source: Source) -> tuple[int, ...]:
 def _unreadable(live: LiveAttention) -> str | None:
     """Why a live attention's weights cannot be used, if they cannot."""
     for parameter in (*live.query_parameters, *live.key_parameters):
-        if not parameter.is_floating_point():
+        if not parameter.is_floating_point() or parameter.element_size() < 2:
             return f"its weights are stored as {parameter.dtype}: quantized weights cannot be read"
     for name in (live.layout.query.weight, live.layout.key.weight):
         layer = live.sources[name].adapter

@@ -30,6 +30,7 @@ HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "nhead", "head
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads", "n_kv_head")
 HEAD_DIM = ("head_dim", "d_kv")
 QK_NORM = ("use_qk_norm", "qk_layernorm", "use_qk_layernorm", "qk_norm")
+SCALES = ("weight_scale_inv", "weight_scale")
 ROPE = ("rope_parameters", "rope_theta", "rope_scaling", "rotary_dim", "rotary_emb_base")
 
 INPUT_CAVEAT = "x is what the projection reads, after any LayerNorm and its gains"
@@ -286,6 +287,7 @@ class _Site:
         query = Projection(
             weight=self.names.stored[names[0]],
             bias=self.bias(recipe.query),
+            scale=self.scale(recipe.query),
             transposed=flipped,
             stop=rows,
             bias_start=0 if in_one else None,
@@ -294,6 +296,7 @@ class _Site:
             query,
             weight=self.names.stored[names[1]],
             bias=self.bias(recipe.key),
+            scale=self.scale(recipe.key),
             stop=key_rows,
             bias_start=rows if in_one else None,
         )
@@ -308,7 +311,10 @@ class _Site:
         head_dim = _divided(rows, heads + 2 * kv_heads, name)
         group = self.group(heads, kv_heads)
         query = Projection(
-            weight=self.names.stored[name], bias=self.bias(recipe.query), transposed=flipped
+            weight=self.names.stored[name],
+            bias=self.bias(recipe.query),
+            scale=self.scale(recipe.query),
+            transposed=flipped,
         )
         if recipe.packing == "grouped":
             query = replace(query, inner=group + 2, last=group)
@@ -323,6 +329,13 @@ class _Site:
         """The stored bias of a projection."""
         leaf = "in_proj_bias" if child.endswith("_weight") else f"{child}.bias"
         return self.names.stored.get(join(self.attention, leaf))
+
+    def scale(self, child: str) -> str | None:
+        """The stored scale of an 8-bit projection."""
+        names = [join(self.attention, child, leaf) for leaf in SCALES]
+        if join(self.attention, child, "SCB") in self.names:
+            raise _UnreadableError(f"{child} is packed in 8 bits (bitsandbytes)")
+        return next((self.names.stored[name] for name in names if name in self.names), None)
 
     def rotary(self, head_dim: int) -> RotarySpec | None:
         """The rotary embedding, if this layer has one."""
