@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -10,12 +11,25 @@ from jaxtyping import Float
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from locater.adapters.layout import Projection
 from locater.adapters.modules import AnyPair, LiveAttention, find_attention
 from locater.adapters.recipes import RECIPES, Recipe
-from locater.core.penalty import LocAteRConfig, PenaltyTerms, locater_penalty
+from locater.core.penalty import LocAteRConfig, PenaltyTerms, lazy_penalty
 from locater.errors import ConfigError, InputError
 
 Covariance = Tensor | Mapping[str, Tensor] | Literal["running"]
+SMALL = 2**17
+"""Layers with fewer query weights than this are taken together: the calls would cost the most."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Weights:
+    """Stored weights, whole; or this rank's part, of whole heads, and the group of the rest."""
+
+    attention: LiveAttention
+    query: Tensor
+    key: Tensor
+    group: distributed.ProcessGroup | None
 
 
 class LocAteR:
@@ -75,8 +89,17 @@ class LocAteR:
 
     def penalty(self) -> Float[Tensor, ""]:
         """The objective's second half, ready for the user's own backward pass."""
-        parts = [self._penalty(attention) for attention in self.attentions]
-        total = torch.stack([part.to(parts[0].device) for part in parts]).sum()
+        parts, small = [], dict[tuple[object, ...], list[_Weights]]()
+        for attention in self.attentions:
+            weights = self._weights(attention)
+            if weights.group is None and weights.query.numel() <= SMALL:
+                small.setdefault(self._kind(weights), []).append(weights)
+            else:
+                parts.append(self._penalty([weights]))
+        parts += [self._penalty(alike) for alike in small.values()]
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part.to(total.device)
         return total / self.total_heads if self.config.reduce == "mean" else total
 
     def add_gradients(self, scale: float = 1.0) -> None:
@@ -107,8 +130,9 @@ class LocAteR:
         labels = _labels(self.attentions)
         traces = []
         for label, attention in zip(labels, self.attentions, strict=True):
-            query, key, _ = self._factors(attention, is_whole=True)
-            terms = PenaltyTerms.of(query, key, self._sigma(attention))
+            weights = self._weights(attention, is_whole=True)
+            heads = self._query_heads(weights), self._key_heads(weights)
+            terms = PenaltyTerms.of(*heads, self._sigma(attention))
             trace, norm = terms.trace.mean().item(), terms.frobenius_squared.mean().item()
             traces.append(trace)
             results[f"locater/{label}/trace"] = trace
@@ -118,14 +142,15 @@ class LocAteR:
         results["locater/global_penalty"] = self.penalty().item()
         return results
 
-    def _penalty(self, attention: LiveAttention) -> Float[Tensor, ""]:
-        query, key, group = self._factors(attention)
-        part = locater_penalty(
-            query,
-            key,
+    def _penalty(self, layers: list[_Weights]) -> Float[Tensor, ""]:
+        """The penalty of layers of one kind, as if they were one with all their heads."""
+        first, group = layers[0].attention, layers[0].group
+        part = lazy_penalty(
+            lambda: _joined([self._query_heads(layer) for layer in layers]),
+            lambda: _joined([self._key_heads(layer) for layer in layers]),
             self.config,
-            temperature=attention.layout.temperature,
-            covariance=self._sigma(attention),
+            temperature=first.layout.temperature,
+            covariance=self._sigma(first),
         )
         if group is None:
             return part
@@ -134,21 +159,33 @@ class LocAteR:
         distributed.all_reduce(others, group=group)
         return part + (others - part.detach())
 
-    def _factors(
-        self, attention: LiveAttention, *, is_whole: bool = False
-    ) -> tuple[Tensor, Tensor, distributed.ProcessGroup | None]:
-        """Whole W_Q and W_K; or this rank's heads and the group that has the others."""
+    def _weights(self, attention: LiveAttention, *, is_whole: bool = False) -> _Weights:
         layout = attention.layout
         query = attention.sources[layout.query.weight].read()
         key = attention.sources[layout.key.weight].read()
         group = None if is_whole or self.heads is not None else _head_group(attention, query, key)
         query, key = (_whole(part) if group is None else _local(part) for part in (query, key))
-        query = layout.query.heads(query, layout.head_dim)
-        key = layout.key.heads(key, layout.head_dim)
-        if self.heads is not None:
-            share = layout.heads // layout.kv_heads
-            query, key = query[self.heads], key[[head // share for head in self.heads]]
-        return query, key, group
+        return _Weights(attention, query, key, group)
+
+    def _kind(self, weights: _Weights) -> tuple[object, ...]:
+        """Layers that agree in this can be taken together."""
+        layout, query = weights.attention.layout, weights.query
+        shape = layout.heads, layout.kv_heads, layout.head_dim, layout.model
+        sigma = self._sigma(weights.attention)
+        place = None if sigma is None else id(weights.attention)
+        return *shape, layout.temperature, query.dtype, query.device, place
+
+    def _query_heads(self, weights: _Weights) -> Tensor:
+        layout = weights.attention.layout
+        heads = _heads(layout.query, weights.query, layout.head_dim)
+        return heads if self.heads is None else heads[self.heads]
+
+    def _key_heads(self, weights: _Weights) -> Tensor:
+        layout = weights.attention.layout
+        heads = _heads(layout.key, weights.key, layout.head_dim)
+        if self.heads is None:
+            return heads
+        return heads[[head // (layout.heads // layout.kv_heads) for head in self.heads]]
 
     def _sigma(self, attention: LiveAttention) -> Tensor | None:
         if attention.layout.name in self._running:
@@ -228,6 +265,20 @@ class RunningCovariance:
         return self.square - torch.outer(self.mean, self.mean)
 
 
+def _is_plain(side: Projection) -> bool:
+    """Every row of the stored weight is a row of a head, in order."""
+    return side.inner == 1 and not side.transposed and side.start == 0 and side.stop is None
+
+
+def _heads(side: Projection, weight: Tensor, head_dim: int) -> Tensor:
+    """The heads in a stored weight; the gradient of a slice would copy the whole of it."""
+    return weight.unflatten(0, (-1, head_dim)) if _is_plain(side) else side.heads(weight, head_dim)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
 def _whole(tensor: Tensor) -> Tensor:
     """A sharded parameter's full value, gradients flowing back to the shards; never a shard."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -242,11 +293,8 @@ def _head_group(
 ) -> distributed.ProcessGroup | None:
     """The ranks among which whole heads are divided, each key head beside its query heads."""
     layout = attention.layout
-    plain = all(
-        side.inner == 1 and not side.transposed and side.start == 0 and side.stop is None
-        for side in (layout.query, layout.key)
-    )
-    if not (plain and isinstance(query, DTensor) and isinstance(key, DTensor)):
+    is_plain = _is_plain(layout.query) and _is_plain(layout.key)
+    if not (is_plain and isinstance(query, DTensor) and isinstance(key, DTensor)):
         return None
     mesh = query.device_mesh
     if mesh.ndim != 1 or key.device_mesh != mesh or layout.kv_heads % mesh.size():

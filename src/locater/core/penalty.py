@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,6 +15,8 @@ from locater.errors import ConfigError, InputError
 
 Reduce = Literal["sum", "mean"]
 TargetUnit = Literal["trace", "temperature"]
+Weight = Callable[[], Tensor]
+Gradient = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +81,8 @@ class PenaltyTerms:
     key: Float[Tensor, "groups 1 head model"]  # W_K Σ
     trace: Float[Tensor, "groups share"]
     frobenius_squared: Float[Tensor, "groups share"]
-    products: tuple[Tensor, ...]
-    """The Gram matrices of query and key; or W itself, where heads are nearly as wide as the model
-    and that takes one product less."""
+    query_gram: Float[Tensor, "groups share head head"]
+    key_gram: Float[Tensor, "groups 1 head head"]
 
     @classmethod
     def of(
@@ -90,70 +92,65 @@ class PenaltyTerms:
         covariance: Float[Tensor, "model model"] | None = None,
     ) -> PenaltyTerms:
         """Contract in float32 or better; consecutive query heads share a key head."""
-        if query.shape[1:] != key.shape[1:] or query.shape[0] % key.shape[0]:
-            raise InputError(
-                f"query is {tuple(query.shape)} and key is {tuple(key.shape)}.",
-                hint="both are (heads, head, model), and key heads divide the query heads.",
-            )
-        if query.dtype not in (torch.float32, torch.float64):
-            query, key = query.float(), key.float()
-        query, key = query.unflatten(0, (key.shape[0], -1)), key[:, None]
-        if covariance is None and 4 * query.shape[-2] >= 3 * query.shape[-1]:
-            form = query.mT @ key
-            trace, norm = form.diagonal(dim1=-2, dim2=-1).sum(-1), form.square().sum((-2, -1))
-            return cls(query, key, trace, norm, (form,))
+        query, key = _grouped(query, key)
         colored = (query, key) if covariance is None else (query @ covariance, key @ covariance)
         # row by row: one long dot product loses digits in float32
         trace = torch.linalg.vecdot(colored[0], key).sum(-1)
         grams = colored[0] @ query.mT, colored[1] @ key.mT
-        return cls(*colored, trace, (grams[0] * grams[1]).sum((-2, -1)), grams)
+        return cls(*colored, trace, (grams[0] * grams[1]).sum((-2, -1)), *grams)
 
-    def gradients(
-        self, scale: float, pull: Float[Tensor, "groups share"]
-    ) -> tuple[Float[Tensor, "heads head model"], Float[Tensor, "groups head model"]]:
-        """∂/∂W_Q and ∂/∂W_K of scale·‖S‖²_F + (a term whose derivative in the trace is pull).
+    def query_gradient(
+        self, scale: float | Tensor, pull: Float[Tensor, "groups share"]
+    ) -> Float[Tensor, "heads head model"]:
+        """∂/∂W_Q of scale·‖S‖²_F + (a term whose derivative in the trace is pull).
 
         Paper: Section 6.  Erratum E22: the printed gradient of the mean term has tr(W_QK) for 2.
         """
-        pull = pull[..., None, None]
-        if len(self.products) == 1:
-            form = 2 * scale * self.products[0]
-            form.diagonal(dim1=-2, dim2=-1).add_(pull[..., 0])
-            query, key = self.key @ form.mT, (self.query @ form).sum(1)
+        result = (pull[..., None, None] * self.key).flatten(0, 1)
+        gram = (2 * scale * self.key_gram).expand(*pull.shape, -1, -1)
+        return result.baddbmm_(gram.flatten(0, 1), self.query.flatten(0, 1))
+
+    def key_gradient(
+        self, scale: float | Tensor, pull: Float[Tensor, "groups share"]
+    ) -> Float[Tensor, "groups head model"]:
+        """∂/∂W_K of the same, summed over the query heads that share a key head."""
+        if pull.shape[1] == 1:
+            result = pull[..., None] * self.query[:, 0]
         else:
-            query_gram, key_gram = self.products
-            query = (2 * scale * key_gram) @ self.query
-            query.addcmul_(pull.expand_as(query), self.key.expand_as(query))
-            key = (2 * scale * query_gram.sum(1)) @ self.key[:, 0]
-            key.add_((pull * self.query).sum(1))
-        return query.flatten(0, 1), key
+            result = torch.einsum("gs,gshm->ghm", pull, self.query)
+        return result.baddbmm_(2 * scale * self.query_gram.sum(1), self.key[:, 0])
 
 
-class _Penalty(torch.autograd.Function):
-    """scale Σ‖S‖²_F + mean Σ(tr W − target)², differentiated by hand."""
+def _grouped(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """(groups, share, head, model) and (groups, 1, head, model), in float32 or better."""
+    if query.shape[1:] != key.shape[1:] or query.shape[0] % key.shape[0]:
+        raise InputError(
+            f"query is {tuple(query.shape)} and key is {tuple(key.shape)}.",
+            hint="both are (heads, head, model), and key heads divide the query heads.",
+        )
+    if query.dtype not in (torch.float32, torch.float64):
+        query, key = query.float(), key.float()
+    return query.unflatten(0, (key.shape[0], -1)), key[:, None]
+
+
+class _Differentiated(torch.autograd.Function):
+    """A value whose gradient in a weight is known."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        covariance: Tensor | None,
-        scale: float,
-        mean: float,
-        target: float,
+        ctx: Any, value: Tensor, weight: Tensor, scale: float, pull: Tensor, gradient: Gradient
     ) -> Tensor:
-        terms = PenaltyTerms.of(query.detach(), key.detach(), covariance)
-        gap = terms.trace - target
-        ctx.terms, ctx.scale, ctx.pull = terms, scale, 2 * mean * gap
-        ctx.dtypes = query.dtype, key.dtype
-        return scale * terms.frobenius_squared.sum() + mean * gap.square().sum()
+        ctx.scale, ctx.pull, ctx.gradient, ctx.dtype = scale, pull, gradient, weight.dtype
+        return value.clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
-        query, key = ctx.terms.gradients(ctx.scale, ctx.pull)
-        query, key = query.mul_(outputs[0]), key.mul_(outputs[0])
-        return query.to(ctx.dtypes[0]), key.to(ctx.dtypes[1]), None, None, None, None
+        (output,) = outputs
+        if not ctx.needs_input_grad[1]:
+            return output, None, None, None, None
+        gradient = ctx.gradient(ctx.scale * output, ctx.pull * output)
+        return output, gradient.to(ctx.dtype), None, None, None
 
 
 def locater_penalty(
@@ -167,7 +164,7 @@ def locater_penalty(
     """Σ over heads of scale·‖W‖²_F + mean·(tr W − target)², at head-dimension cost.
 
     Paper: Section 6, for W = W_QK; with a `covariance` for the W = W_QK Σ of its theory.  No
-    model × model matrix is formed from the factors, and no graph but this one node.
+    model × model matrix is formed from the factors, and no graph but a node for each.
 
     >>> config = LocAteRConfig(scale_strength=0.5, mean_strength=2.0)
     >>> query = torch.tensor([[[1.0, 2.0, 0.0], [0.0, 1.0, -1.0]]])
@@ -175,9 +172,41 @@ def locater_penalty(
     >>> locater_penalty(query, key, config)
     tensor(16.)
     """
-    if covariance is not None:
-        wide = query.dtype if query.dtype == torch.float64 else torch.float32
-        covariance = covariance.detach().to(query.device, wide)
-    strengths = config.scale_strength, config.mean_strength, config.target_trace(temperature)
-    result: Tensor = _Penalty.apply(query, key, covariance, *strengths)  # type: ignore[no-untyped-call]
-    return result
+    return lazy_penalty(
+        lambda: query, lambda: key, config, temperature=temperature, covariance=covariance
+    )
+
+
+def lazy_penalty(
+    query: Weight,
+    key: Weight,
+    config: LocAteRConfig,
+    *,
+    temperature: float = 1.0,
+    covariance: Float[Tensor, "model model"] | None = None,
+) -> Float[Tensor, ""]:
+    """`locater_penalty` of weights that are views of parameters, to be made when asked for.
+
+    W_Q's node and then W_K's are put on top of their views in this order, so that the backward pass
+    is done with one gradient, down to the parameter, before it makes the other: half the memory.
+    """
+    scale, mean = config.scale_strength, config.mean_strength
+    target = config.target_trace(temperature)
+    with torch.no_grad():
+        one, other = query(), key()
+        is_wide = covariance is None and 4 * one.shape[-2] >= 3 * one.shape[-1]
+        if not is_wide:
+            if covariance is not None:
+                wide = one.dtype if one.dtype == torch.float64 else torch.float32
+                covariance = covariance.detach().to(one.device, wide)
+            terms = PenaltyTerms.of(one, other, covariance)
+    if is_wide:  # nothing to gain: W_QK is no larger than its factors
+        grouped = _grouped(query(), key())
+        form = grouped[0].mT @ grouped[1]
+        gaps = form.diagonal(dim1=-2, dim2=-1).sum(-1) - target
+        return scale * form.square().sum() + mean * gaps.square().sum()
+    gap = terms.trace - target
+    value = scale * terms.frobenius_squared.sum() + mean * gap.square().sum()
+    for weight, gradient in ((query, terms.query_gradient), (key, terms.key_gradient)):
+        value = _Differentiated.apply(value, weight(), scale, 2 * mean * gap, gradient)  # type: ignore[no-untyped-call]
+    return value
