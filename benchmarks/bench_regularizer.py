@@ -9,7 +9,7 @@ training step (GPT-2 small, 1,024 tokens, AdamW) that the penalty takes; the aim
 from __future__ import annotations
 
 import json
-import resource
+import re
 import subprocess
 import sys
 import time
@@ -72,15 +72,14 @@ def naive(model: nn.ModuleList, size: Size) -> Tensor:
     return total
 
 
-def peak() -> float:
-    """The most memory this process has had so far, in MB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+def memory(what: str) -> float:
+    """This process' memory in MB: VmRSS now, VmHWM at most since `forget_peak` (Linux)."""
+    (line,) = re.findall(rf"{what}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(line) / 1024
 
 
-def resident() -> float:
-    """The memory it has now, in MB."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize() / 2**20
+def forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def warm_up(variant: str) -> None:
@@ -108,14 +107,15 @@ def measure(name: str, variant: str) -> None:
         (regularizer.penalty() if variant == "ours" else naive(model, size)).backward()
 
     warm_up(variant)
-    before = resident()
+    forget_peak()
+    before = memory("VmRSS")
     single = size.repeats[variant] == 1  # then the pass that is timed is the one that is weighed
     if not single:
         work()
     timing = cpu_time(work, repeats=size.repeats[variant], warmup=False) if single else None
-    memory = peak() - before
+    growth = memory("VmHWM") - before
     timing = timing or cpu_time(work, repeats=size.repeats[variant])
-    print(json.dumps({"seconds": timing.seconds, "memory": memory}))
+    print(json.dumps({"seconds": timing.seconds, "memory": growth}))
 
 
 def gpt2_step(repeats: int) -> None:
@@ -153,11 +153,11 @@ def main() -> None:
     for name in SIZES:
         found = {variant: in_process(name, variant) for variant in ("naive", "ours")}
         times = {variant: Timing(one["seconds"]) for variant, one in found.items()}
-        memory = {variant: max(float(one["memory"]), 0.1) for variant, one in found.items()}
+        growth = {variant: max(float(one["memory"]), 0.1) for variant, one in found.items()}
         print(f"{name}: naive {times['naive']}, ours {times['ours']}")
         print(
-            f"  {ratio(times['naive'], times['ours'])} faster; memory {memory['naive']:.1f} MB "
-            f"against {memory['ours']:.1f} MB, {memory['naive'] / memory['ours']:.3g}x less"
+            f"  {ratio(times['naive'], times['ours'])} faster; memory {growth['naive']:.1f} MB "
+            f"against {growth['ours']:.1f} MB, {growth['naive'] / growth['ours']:.3g}x less"
         )
     step = {name: Timing(seconds) for name, seconds in in_process("step", "5").items()}
     on, off, alone = step["on"], step["off"], step["alone"]

@@ -146,7 +146,7 @@ class LocAteR:
         """The penalty of layers of one kind, as if they were one with all their heads."""
         first, group = layers[0].attention, layers[0].group
         part = lazy_penalty(
-            lambda: _joined([self._query_heads(layer) for layer in layers]),
+            _joined([self._query_heads(layer) for layer in layers]),
             lambda: _joined([self._key_heads(layer) for layer in layers]),
             self.config,
             temperature=first.layout.temperature,
@@ -213,7 +213,7 @@ class LocAteR:
                 f"the queries and keys of {name} are frozen.",
                 hint="set requires_grad, or select trainable attentions with layers=.",
             )
-        if not all(bool(torch.isfinite(_local(parameter)).all()) for parameter in parameters):
+        if not all(_is_finite(_local(parameter)) for parameter in parameters):
             raise InputError(
                 f"the queries or keys of {name} hold NaN or infinite values.",
                 hint="the model has diverged: start from an earlier checkpoint.",
@@ -263,6 +263,13 @@ class RunningCovariance:
         if self.mean is None or self.square is None:
             return None
         return self.square - torch.outer(self.mean, self.mean)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Without a copy, as `isfinite` would make."""
+    if tensor.numel() == 0:  # a rank without rows
+        return True
+    return bool(torch.stack(torch.aminmax(tensor.detach())).isfinite().all())
 
 
 def _is_plain(side: Projection) -> bool:

@@ -15,8 +15,7 @@ from locater.errors import ConfigError, InputError
 
 Reduce = Literal["sum", "mean"]
 TargetUnit = Literal["trace", "temperature"]
-Weight = Callable[[], Tensor]
-Gradient = Callable[[Tensor, Tensor], Tensor]
+Gradient = Callable[[float, Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +91,8 @@ class PenaltyTerms:
         covariance: Float[Tensor, "model model"] | None = None,
     ) -> PenaltyTerms:
         """Contract in float32 or better; consecutive query heads share a key head."""
-        query, key = _grouped(query, key)
+        query, key = _fitting(query, key)
+        query, key = query.unflatten(0, (key.shape[0], -1)), key[:, None]
         colored = (query, key) if covariance is None else (query @ covariance, key @ covariance)
         # row by row: one long dot product loses digits in float32
         trace = torch.linalg.vecdot(colored[0], key).sum(-1)
@@ -100,37 +100,38 @@ class PenaltyTerms:
         return cls(*colored, trace, (grams[0] * grams[1]).sum((-2, -1)), *grams)
 
     def query_gradient(
-        self, scale: float | Tensor, pull: Float[Tensor, "groups share"]
+        self, scale: float, pull: Float[Tensor, "groups share"]
     ) -> Float[Tensor, "heads head model"]:
         """∂/∂W_Q of scale·‖S‖²_F + (a term whose derivative in the trace is pull).
 
         Paper: Section 6.  Erratum E22: the printed gradient of the mean term has tr(W_QK) for 2.
         """
         result = (pull[..., None, None] * self.key).flatten(0, 1)
-        gram = (2 * scale * self.key_gram).expand(*pull.shape, -1, -1)
-        return result.baddbmm_(gram.flatten(0, 1), self.query.flatten(0, 1))
+        gram = self.key_gram.expand(*pull.shape, -1, -1).flatten(0, 1)
+        return result.baddbmm_(gram, self.query.flatten(0, 1), alpha=2 * scale)
 
     def key_gradient(
-        self, scale: float | Tensor, pull: Float[Tensor, "groups share"]
+        self, scale: float, pull: Float[Tensor, "groups share"]
     ) -> Float[Tensor, "groups head model"]:
         """∂/∂W_K of the same, summed over the query heads that share a key head."""
         if pull.shape[1] == 1:
             result = pull[..., None] * self.query[:, 0]
         else:
             result = torch.einsum("gs,gshm->ghm", pull, self.query)
-        return result.baddbmm_(2 * scale * self.query_gram.sum(1), self.key[:, 0])
+        gram = self.query_gram[:, 0] if pull.shape[1] == 1 else self.query_gram.sum(1)
+        return result.baddbmm_(gram, self.key[:, 0], alpha=2 * scale)
 
 
-def _grouped(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """(groups, share, head, model) and (groups, 1, head, model), in float32 or better."""
+def _fitting(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """The two in float32 or better, if they fit each other."""
     if query.shape[1:] != key.shape[1:] or query.shape[0] % key.shape[0]:
         raise InputError(
             f"query is {tuple(query.shape)} and key is {tuple(key.shape)}.",
             hint="both are (heads, head, model), and key heads divide the query heads.",
         )
-    if query.dtype not in (torch.float32, torch.float64):
-        query, key = query.float(), key.float()
-    return query.unflatten(0, (key.shape[0], -1)), key[:, None]
+    if query.dtype in (torch.float32, torch.float64):
+        return query, key
+    return query.float(), key.float()
 
 
 class _Differentiated(torch.autograd.Function):
@@ -149,7 +150,7 @@ class _Differentiated(torch.autograd.Function):
         (output,) = outputs
         if not ctx.needs_input_grad[1]:
             return output, None, None, None, None
-        gradient = ctx.gradient(ctx.scale * output, ctx.pull * output)
+        gradient = ctx.gradient(ctx.scale, ctx.pull).mul_(output)
         return output, gradient.to(ctx.dtype), None, None, None
 
 
@@ -172,41 +173,39 @@ def locater_penalty(
     >>> locater_penalty(query, key, config)
     tensor(16.)
     """
-    return lazy_penalty(
-        lambda: query, lambda: key, config, temperature=temperature, covariance=covariance
-    )
+    return lazy_penalty(query, lambda: key, config, temperature=temperature, covariance=covariance)
 
 
 def lazy_penalty(
-    query: Weight,
-    key: Weight,
+    query: Float[Tensor, "heads head model"],
+    key: Callable[[], Tensor],
     config: LocAteRConfig,
     *,
     temperature: float = 1.0,
     covariance: Float[Tensor, "model model"] | None = None,
 ) -> Float[Tensor, ""]:
-    """`locater_penalty` of weights that are views of parameters, to be made when asked for.
+    """`locater_penalty` with a key that is made when asked for, as a view of a parameter.
 
-    W_Q's node and then W_K's are put on top of their views in this order, so that the backward pass
-    is done with one gradient, down to the parameter, before it makes the other: half the memory.
+    Its view and node come after the query's node, so that the backward pass is done with one
+    gradient, down to the parameter, before it makes the other: half the memory.
     """
     scale, mean = config.scale_strength, config.mean_strength
     target = config.target_trace(temperature)
+    if covariance is None and 4 * query.shape[-2] >= 3 * query.shape[-1]:
+        # W_QK is hardly larger than its factors: nothing to gain
+        one, other = _fitting(query, key())
+        share = one.shape[0] // other.shape[0]
+        form = one.mT @ (other if share == 1 else other.repeat_interleave(share, 0))
+        gap = form.diagonal(dim1=-2, dim2=-1).sum(-1) - target
+        return scale * form.square().sum() + mean * gap.square().sum()
+    if covariance is not None:
+        wide = query.dtype if query.dtype == torch.float64 else torch.float32
+        covariance = covariance.detach().to(query.device, wide)
     with torch.no_grad():
-        one, other = query(), key()
-        is_wide = covariance is None and 4 * one.shape[-2] >= 3 * one.shape[-1]
-        if not is_wide:
-            if covariance is not None:
-                wide = one.dtype if one.dtype == torch.float64 else torch.float32
-                covariance = covariance.detach().to(one.device, wide)
-            terms = PenaltyTerms.of(one, other, covariance)
-    if is_wide:  # nothing to gain: W_QK is no larger than its factors
-        grouped = _grouped(query(), key())
-        form = grouped[0].mT @ grouped[1]
-        gaps = form.diagonal(dim1=-2, dim2=-1).sum(-1) - target
-        return scale * form.square().sum() + mean * gaps.square().sum()
-    gap = terms.trace - target
-    value = scale * terms.frobenius_squared.sum() + mean * gap.square().sum()
-    for weight, gradient in ((query, terms.query_gradient), (key, terms.key_gradient)):
-        value = _Differentiated.apply(value, weight(), scale, 2 * mean * gap, gradient)  # type: ignore[no-untyped-call]
-    return value
+        terms = PenaltyTerms.of(query, key(), covariance)
+        gap = terms.trace - target
+        value = scale * terms.frobenius_squared.sum() + mean * gap.square().sum()
+    pull = 2 * mean * gap
+    value = _Differentiated.apply(value, query, scale, pull, terms.query_gradient)  # type: ignore[no-untyped-call]
+    result: Tensor = _Differentiated.apply(value, key(), scale, pull, terms.key_gradient)  # type: ignore[no-untyped-call]
+    return result
