@@ -65,6 +65,10 @@ class LocAteR:
         self.config = config or LocAteRConfig()
         self.attentions = find_attention(model, recipes=recipes, pairs=pairs, layers=layers)
         self.heads = None if heads is None else list(heads)
+        if self.heads == []:
+            raise ConfigError(
+                "heads=[] selects none of the heads.", hint="leave it out to take all of them."
+            )
         for attention in self.attentions:
             self._check(attention)
         self._running: dict[str, RunningCovariance] = {}
@@ -72,13 +76,9 @@ class LocAteR:
         if covariance == "running":
             for attention in self.attentions:
                 self._running[attention.layout.name] = RunningCovariance(attention)
-        elif isinstance(covariance, Mapping):
-            missing = [a.layout.name for a in self.attentions if a.layout.name not in covariance]
-            if missing:
-                raise ConfigError(
-                    f"no covariance for {missing[0]}.",
-                    hint="give one per attention, by name, or select fewer with layers=.",
-                )
+        else:
+            for attention in self.attentions:
+                _check_covariance(attention, covariance)
 
     @property
     def total_heads(self) -> int:
@@ -263,6 +263,27 @@ class RunningCovariance:
         if self.mean is None or self.square is None:
             return None
         return self.square - torch.outer(self.mean, self.mean)
+
+
+def _check_covariance(attention: LiveAttention, covariance: Covariance | None) -> None:
+    name, model = attention.layout.name, attention.layout.model
+    if isinstance(covariance, str):
+        raise ConfigError(
+            f"unknown covariance {covariance!r}.",
+            hint="give a tensor, one per attention by name, or 'running'.",
+        )
+    if isinstance(covariance, Mapping):
+        if name not in covariance:
+            raise ConfigError(
+                f"no covariance for {name}.",
+                hint="give one per attention, by name, or select fewer with layers=.",
+            )
+        covariance = covariance[name]
+    if covariance is not None and covariance.shape != (model, model):
+        raise ConfigError(
+            f"the covariance of {name} is {tuple(covariance.shape)}, not {(model, model)}.",
+            hint="it is that of the tokens which the queries and keys read.",
+        )
 
 
 def _is_finite(tensor: Tensor) -> bool:
