@@ -236,7 +236,7 @@ def test_drawn_forms_have_the_spectrum_that_is_asked_for() -> None:
 def test_the_error_of_a_count_is_binomial_and_that_of_an_average_its_spread() -> None:
     config = replace(TINY, draws=1, sequences=500, exact=False)
     plan = _Plan(config, config.token_process())
-    unit = UnitResult.from_dict(run_unit(plan, 0))
+    unit = run_unit(plan, 0)
     generator = _generator(config, "unit 0")
     weights = plan.draw_weights(0.5, 0.1, generator)
     _, chance = plan.draw((weights / math.sqrt(5)).float(), 500, generator)
@@ -266,7 +266,7 @@ def test_workers_threads_and_order_leave_every_bit(name: str, estimator: Estimat
     finally:
         torch.set_num_threads(before)
     plan = _Plan(config, config.token_process())
-    backwards = {index: run_unit(plan, index) for index in reversed(range(config.units))}
+    backwards = {index: run_unit(plan, index).to_dict() for index in reversed(range(config.units))}
     assert [backwards[index] for index in range(config.units)] == expected
 
 
@@ -301,7 +301,7 @@ def test_a_killed_ray_worker_leaves_every_bit(
 ) -> None:
     expected = bits(simulate(TINY))
 
-    def slow(plan: Any, index: int) -> dict[str, Any]:
+    def slow(plan: Any, index: int) -> Any:
         (tmp_path / f"{index} {os.getpid()}").touch()
         time.sleep(0.5)
         from locater.simulate import run_unit  # the worker's own, which nobody has replaced
@@ -535,6 +535,13 @@ def test_tokens_that_do_not_fit_are_refused_before_any_work(
     with pytest.raises((ConfigError, InputError), match=message):
         simulate(TINY, process=change(own_process(0)), store=tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_pair_that_was_not_simulated_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"\(0.5, 0.2\) was not simulated.\nhint: the pairs: .*0.1"
+    ):
+        simulate(replace(TINY, exact=False)).mean_profile(0.5, 0.2)
 
 
 def test_exact_profiles_that_were_not_computed_are_not_invented() -> None:

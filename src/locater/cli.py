@@ -121,7 +121,7 @@ class SimulateCommand:
     estimator: Literal["conditional", "count"] = "conditional"
     """`count` is the paper's; `conditional` integrates all but the last token out."""
     seed: int = 0
-    memory: int = 64
+    memory: int = 16
     """Megabytes of tokens that one worker holds at a time."""
     engine: Literal["local", "ray"] = "local"
     """This machine's cores, or a Ray cluster (extra `cluster`)."""

@@ -56,6 +56,10 @@ def one_thread() -> Iterator[None]:
 def _on_threads(
     work: Callable[[int], Result], units: Sequence[int], workers: int
 ) -> Generator[tuple[int, Result], None, None]:
+    if workers == 1:
+        with one_thread():
+            yield from ((unit, work(unit)) for unit in units)
+        return
     pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
     waiting: dict[Future[Result], int] = {}
     queue = iter(units)

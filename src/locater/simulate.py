@@ -68,7 +68,7 @@ class SimulateConfig:
     exact: bool = True
     """Compute the exact ρ of every drawn form beside the simulated one."""
     seed: int = 0
-    memory: int = 64
+    memory: int = 16
     """Megabytes of tokens that one worker holds at a time."""
 
     def __post_init__(self) -> None:
@@ -111,11 +111,11 @@ class SimulateConfig:
             uniform = torch.rand(self.model, self.model, generator=generator, dtype=torch.float64)
             root = 5 * uniform - 2.5
             covariance = root.mT @ root / self.model
-        if self.process == "random-walk":
-            return TokenProcess.random_walk(self.tokens, covariance=covariance)
-        if self.process == "independent":
-            return TokenProcess.independent(self.tokens, covariance=covariance)
-        return TokenProcess.autoregressive(self.tokens, self.phi, covariance=covariance)
+        if self.process == "autoregressive":
+            return TokenProcess.autoregressive(self.tokens, self.phi, covariance=covariance)
+        is_walk = self.process == "random-walk"
+        make = TokenProcess.random_walk if is_walk else TokenProcess.independent
+        return make(self.tokens, covariance=covariance)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -149,12 +149,8 @@ class UnitResult:
         profiles: dict[str, Any] = {"exact": None}
         for name in _SOURCES if data["exact"] else _SOURCES[:2]:
             rho = torch.tensor(data[name], dtype=torch.float64)
-            theta = torch.arange(1, len(rho) + 1, dtype=torch.float64) / len(rho)
-            profile = Profile(theta=theta, rho=rho, label=name)
-            if name != "exact":
-                error = torch.tensor(data[f"{name}_error"], dtype=torch.float64)
-                profile = replace(profile, source="simulated", standard_error=error)
-            profiles[name] = profile
+            error = None if name == "exact" else data[f"{name}_error"]
+            profiles[name] = _profile(name, rho, error and rho.new_tensor(error))
         return cls(**{name: data[name] for name in _SCALARS}, **profiles)
 
 
@@ -171,7 +167,12 @@ class Simulation:
 
     def of_pair(self, mean: float, scale: float) -> list[UnitResult]:
         """The draws of one (mean, scale)."""
-        return [unit for unit in self.units if (unit.mean, unit.scale) == (mean, scale)]
+        units = [unit for unit in self.units if (unit.mean, unit.scale) == (mean, scale)]
+        if not units:
+            raise ConfigError(
+                f"({mean:g}, {scale:g}) was not simulated.", hint=f"the pairs: {self.config.pairs}."
+            )
+        return units
 
     def mean_profile(self, mean: float, scale: float, source: Source | None = None) -> Profile:
         """ρ averaged over the draws; its error is the spread over them (Fig. 5's bold lines)."""
@@ -271,15 +272,15 @@ def simulate(
     work = partial(run_unit, plan)
     runs = run_units(work, missing, engine=engine, workers=workers, ray_address=ray_address)
     with closing(runs):
-        for index, data in runs:
+        for index, unit in runs:
             if paths:
-                write_file(paths[index], json.dumps(data))
-            results[index] = UnitResult.from_dict(data)
+                write_file(paths[index], json.dumps(unit.to_dict()))
+            results[index] = unit
             report(len(results), config.units)
     return Simulation(config, [results[index] for index in range(config.units)])
 
 
-def run_unit(plan: _Plan, index: int) -> dict[str, Any]:
+def run_unit(plan: _Plan, index: int) -> UnitResult:
     """Draw one W_QK, simulate its scores and compute their exact ρ: deterministic on one thread."""
     config = plan.config
     mean, scale = config.pairs[index // config.draws]
@@ -300,23 +301,18 @@ def run_unit(plan: _Plan, index: int) -> dict[str, Any]:
     error = ((square - average.square()).clamp_min(0) / (done - 1)).sqrt()
     middle = (totals[0, :tokens] + 0.5) / (done + 1)  # a count of 0 or of all has an error too
     error[:tokens] = (middle * (1 - middle) / done).sqrt()
-    theta = torch.arange(1, tokens + 1, dtype=torch.float64) / tokens
-    count, conditional = (
-        Profile(theta=theta, rho=average[part], source="simulated", standard_error=error[part])
-        for part in (slice(tokens), slice(tokens, -1))
-    )
     return UnitResult(
         mean=mean,
         scale=scale,
         draw=index % config.draws,
         xi=((white.sum() if white.ndim == 1 else white.trace()) / size).item(),
         eta=size / temperature,
-        count=count,
-        conditional=conditional,
+        count=_profile("count", average[:tokens], error[:tokens]),
+        conditional=_profile("conditional", average[tokens:-1], error[tokens:-1]),
         exact=plan.exact(weights, temperature) if config.exact else None,
         entropy=average[-1].item(),
         entropy_error=error[-1].item(),
-    ).to_dict()
+    )
 
 
 class _Plan:
@@ -385,8 +381,8 @@ class _Plan:
         if weights.ndim == 1:
             return weights
         white = weights if self.color is None else self.color.mT @ weights @ self.color
-        is_diagonal = self.config.form == "symmetric" and self.last_mean is None
-        return torch.linalg.eigvalsh(white) if is_diagonal else white
+        is_enough = self.config.form == "symmetric" and self.last_mean is None
+        return torch.linalg.eigvalsh(white) if is_enough else white
 
     def exact(self, weights: Float[Tensor, "*rows model"], temperature: float) -> Profile:
         """The exact ρ of the drawn form."""
@@ -418,6 +414,12 @@ class _Plan:
             logits, middle = logits + shift, middle + shift / tokens
         width = math.sqrt(2) * self.free * norm
         return logits, (torch.erf(middle / width) + torch.erf((1 - middle) / width)) / 2
+
+
+def _profile(label: str, rho: Tensor, error: Tensor | None) -> Profile:
+    theta = torch.arange(1, len(rho) + 1, dtype=torch.float64) / len(rho)
+    source: Any = "theory" if error is None else "simulated"
+    return Profile(theta=theta, rho=rho, source=source, standard_error=error, label=label)
 
 
 def _folder(store: Path, plan: _Plan) -> Path:
