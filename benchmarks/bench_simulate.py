@@ -19,7 +19,7 @@ import torch
 from threadpoolctl import threadpool_limits
 from timing import Timing, cpu_time, ratio
 
-from locater.simulate import Estimator, SimulateConfig, simulate
+from locater.simulation import Estimator, SimulateConfig, simulate
 
 STUDY = SimulateConfig(exact=False)  # the paper's setting
 TOKENS, MODEL, SEQUENCES = STUDY.tokens, STUDY.model, STUDY.sequences

@@ -23,7 +23,7 @@ from locater.core.process import TokenProcess
 from locater.core.spectrum import QKForm
 from locater.core.theory import logit_moments, propagation
 from locater.errors import ConfigError, InputError, LocaterError
-from locater.simulate import (
+from locater.simulation import (
     Estimator,
     FormName,
     SimulateConfig,
@@ -304,7 +304,7 @@ def test_a_killed_ray_worker_leaves_every_bit(
     def slow(plan: Any, index: int) -> Any:
         (tmp_path / f"{index} {os.getpid()}").touch()
         time.sleep(0.5)
-        from locater.simulate import run_unit  # the worker's own, which nobody has replaced
+        from locater.simulation import run_unit  # the worker's own, which nobody has replaced
 
         return run_unit(plan, index)
 
@@ -330,7 +330,7 @@ def test_a_killed_ray_worker_leaves_every_bit(
             os.kill(pid, signal.SIGKILL)
             killed[unit] = pid
 
-    monkeypatch.setattr("locater.simulate.run_unit", slow)
+    monkeypatch.setattr("locater.simulation.run_unit", slow)
     simulation = simulate(TINY, engine="ray", report=report)
     assert bits(simulation) == expected
     assert done == list(range(TINY.units + 1))
@@ -427,7 +427,7 @@ MEASURE = """
 import sys
 from dataclasses import replace
 from pathlib import Path
-from locater.simulate import SimulateConfig, simulate
+from locater.simulation import SimulateConfig, simulate
 
 def kilobytes(field):
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -531,7 +531,7 @@ def test_tokens_that_do_not_fit_are_refused_before_any_work(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("locater.simulate.run_unit", None)
+    monkeypatch.setattr("locater.simulation.run_unit", None)
     with pytest.raises((ConfigError, InputError), match=message):
         simulate(TINY, process=change(own_process(0)), store=tmp_path)
     assert not list(tmp_path.iterdir())
@@ -556,7 +556,7 @@ def test_a_store_that_cannot_be_written_is_reported_before_any_work(
 ) -> None:
     place = tmp_path / "file"
     place.write_text("here")
-    monkeypatch.setattr("locater.simulate.run_unit", None)
+    monkeypatch.setattr("locater.simulation.run_unit", None)
     with pytest.raises(LocaterError, match=r"cannot write .*\nhint: choose another place"):
         simulate(TINY, store=place)
     assert place.read_text() == "here"

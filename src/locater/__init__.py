@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from locater.errors import InputError as InputError
     from locater.errors import LocaterError as LocaterError
     from locater.errors import MissingExtraError as MissingExtraError
-    from locater.simulate import SimulateConfig as SimulateConfig
-    from locater.simulate import Simulation as Simulation
-    from locater.simulate import simulate as simulate
+    from locater.simulation import SimulateConfig as SimulateConfig
+    from locater.simulation import Simulation as Simulation
+    from locater.simulation import simulate as simulate
 
 # torch takes a second to import and `locater --help` does not need it: names are found when used
 _HOMES = {
@@ -63,7 +63,7 @@ _HOMES = {
         "score_moments",
     ),
     "locater.errors": ("ConfigError", "InputError", "LocaterError", "MissingExtraError"),
-    "locater.simulate": ("SimulateConfig", "Simulation", "simulate"),
+    "locater.simulation": ("SimulateConfig", "Simulation", "simulate"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 __version__ = "0.1.0"

@@ -142,7 +142,7 @@ def _simulate(arguments: Sequence[str]) -> None:
     command = _parse(SimulateCommand, "simulate", arguments)
     from dataclasses import replace
 
-    from locater.simulate import preset, simulate
+    from locater.simulation import preset, simulate
 
     names = ("sequences", "draws", "tokens", "model", "phi", "temperature", "estimator", "seed",
              "memory")  # fmt: skip

@@ -6,7 +6,7 @@ import torch
 
 from locater.core.profile import Profile
 from locater.report.fig5 import entropy_records, fig5_chart, findings, rho_records
-from locater.simulate import SimulateConfig, Simulation, UnitResult, simulate
+from locater.simulation import SimulateConfig, Simulation, UnitResult, simulate
 
 FLAT = [1.0, 1.0, 1.0, 1.0]
 SHARP = [0.0, 1.0, 0.0, 0.0]

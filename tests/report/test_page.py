@@ -10,7 +10,7 @@ from locater.files import write_file
 from locater.report import curves, figures
 from locater.report.page import Section, render_page
 from locater.report.reproduce import PARTS, ReproduceConfig, reproduce
-from locater.simulate import preset
+from locater.simulation import preset
 
 HOSTILE = '<script>alert("x")</script><img src=x onerror=alert(1)>'
 

@@ -9,7 +9,7 @@ from typing import Any
 import altair as alt
 
 from locater.report.figures import SCALE
-from locater.simulate import Simulation
+from locater.simulation import Simulation
 
 Record = dict[str, Any]
 

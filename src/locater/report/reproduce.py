@@ -17,7 +17,7 @@ from locater.files import write_file
 from locater.report import curves, figures
 from locater.report.fig5 import fig5_chart
 from locater.report.page import Section, render_page
-from locater.simulate import preset, simulate
+from locater.simulation import preset, simulate
 
 Scale = Literal["quick", "cpu", "paper"]
 
