@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from locater.adapters.layout import Projection
+from locater.adapters.layout import AttentionLayout, Projection
 from locater.adapters.modules import AnyPair, LiveAttention, find_attention
 from locater.adapters.recipes import RECIPES, Recipe
 from locater.core.penalty import LocAteRConfig, PenaltyTerms, lazy_penalty
@@ -30,6 +30,28 @@ class _Weights:
     query: Tensor
     key: Tensor
     group: distributed.ProcessGroup | None
+    fused: tuple[Tensor, Tensor] | None
+    """The heads already, where queries and keys lie in one weight."""
+
+
+class _Fused(torch.autograd.Function):
+    """The query and key heads of one stored weight, whose gradient is put together only once."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, layout: AttentionLayout) -> tuple[Tensor, Tensor]:
+        ctx.layout, ctx.like = layout, weight.detach()
+        return (
+            layout.query.heads(weight, layout.head_dim),
+            layout.key.heads(weight, layout.head_dim),
+        )
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
+        whole = torch.zeros_like(ctx.like)
+        for side, gradient in zip((ctx.layout.query, ctx.layout.key), outputs, strict=True):
+            side.heads(whole, ctx.layout.head_dim).copy_(gradient)
+        return whole, None
 
 
 class LocAteR:
@@ -162,10 +184,14 @@ class LocAteR:
     def _weights(self, attention: LiveAttention, *, is_whole: bool = False) -> _Weights:
         layout = attention.layout
         query = attention.sources[layout.query.weight].read()
+        if layout.query.weight == layout.key.weight:
+            query = _whole(query)
+            fused = _Fused.apply(query, layout) if _has_views(layout) else None  # type: ignore[no-untyped-call]
+            return _Weights(attention, query, query, None, fused)
         key = attention.sources[layout.key.weight].read()
         group = None if is_whole or self.heads is not None else _head_group(attention, query, key)
         query, key = (_whole(part) if group is None else _local(part) for part in (query, key))
-        return _Weights(attention, query, key, group)
+        return _Weights(attention, query, key, group, None)
 
     def _kind(self, weights: _Weights) -> tuple[object, ...]:
         """Layers that agree in this can be taken together."""
@@ -177,12 +203,18 @@ class LocAteR:
 
     def _query_heads(self, weights: _Weights) -> Tensor:
         layout = weights.attention.layout
-        heads = _heads(layout.query, weights.query, layout.head_dim)
+        if weights.fused:
+            heads = weights.fused[0]
+        else:
+            heads = _heads(layout.query, weights.query, layout.head_dim)
         return heads if self.heads is None else heads[self.heads]
 
     def _key_heads(self, weights: _Weights) -> Tensor:
         layout = weights.attention.layout
-        heads = _heads(layout.key, weights.key, layout.head_dim)
+        if weights.fused:
+            heads = weights.fused[1]
+        else:
+            heads = _heads(layout.key, weights.key, layout.head_dim)
         if self.heads is None:
             return heads
         return heads[[head // (layout.heads // layout.kv_heads) for head in self.heads]]
@@ -293,6 +325,11 @@ def _is_finite(tensor: Tensor) -> bool:
     return bool(torch.stack(torch.aminmax(tensor.detach())).isfinite().all())
 
 
+def _has_views(layout: AttentionLayout) -> bool:
+    """The heads of both projections are views of the weight, not copies."""
+    return all(side.last - side.first in (1, side.inner) for side in (layout.query, layout.key))
+
+
 def _is_plain(side: Projection) -> bool:
     """Every row of the stored weight is a row of a head, in order."""
     return side.inner == 1 and not side.transposed and side.start == 0 and side.stop is None
@@ -321,8 +358,9 @@ def _head_group(
 ) -> distributed.ProcessGroup | None:
     """The ranks among which whole heads are divided, each key head beside its query heads."""
     layout = attention.layout
-    is_plain = _is_plain(layout.query) and _is_plain(layout.key)
-    if not (is_plain and isinstance(query, DTensor) and isinstance(key, DTensor)):
+    if not (isinstance(query, DTensor) and isinstance(key, DTensor)):
+        return None
+    if not (_is_plain(layout.query) and _is_plain(layout.key)):
         return None
     mesh = query.device_mesh
     if mesh.ndim != 1 or key.device_mesh != mesh or layout.kv_heads % mesh.size():
