@@ -250,6 +250,36 @@ def test_a_users_own_attention_is_named_by_pairs(kv_heads: int, as_parameters: b
     torch.testing.assert_close(gradients(model), wanted)
 
 
+@pytest.mark.parametrize("chosen", [None, [2, 1]])
+@pytest.mark.parametrize("kv_heads", [HEADS, 2, 1])
+def test_weights_that_hold_queries_keys_and_values_in_turn(
+    kv_heads: int, chosen: list[int] | None
+) -> None:
+    """GPT-NeoX' and Falcon's packing, cut by hand: per key head its queries, its key, its value."""
+    from transformers import FalconConfig, FalconModel
+
+    config = FalconConfig(
+        vocab_size=11,
+        hidden_size=MODEL,
+        num_hidden_layers=1,
+        num_attention_heads=HEADS,
+        num_kv_heads=kv_heads,
+        new_decoder_architecture=True,
+    )
+    model: Any = seeded(FalconModel(config)).double()
+    stored = model.h[0].self_attention.query_key_value.weight
+    share = HEADS // kv_heads
+    blocks = stored.reshape(kv_heads, share + 2, HEAD, MODEL)
+    queries = blocks[:, :share].reshape(HEADS, HEAD, MODEL)
+    keys = blocks[:, share].repeat_interleave(share, 0)
+    wanted = slice(None) if chosen is None else chosen
+    expected = dense([(queries[wanted], keys[wanted])], CONFIG, math.sqrt(HEAD))
+    ours = LocAteR(model, CONFIG, heads=chosen).penalty()
+    torch.testing.assert_close(ours, expected)
+    (gradient,) = torch.autograd.grad(expected, [stored])
+    torch.testing.assert_close(torch.autograd.grad(ours, [stored])[0], gradient)
+
+
 def test_layers_and_heads_can_be_selected() -> None:
     model, truth, share = llama()
     seeded(model)
