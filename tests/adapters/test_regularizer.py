@@ -623,3 +623,21 @@ def test_cross_attention_has_no_running_covariance() -> None:
     pair = Pair(model.ask, model.answer, heads=HEADS, is_cross=True)
     text = refusal(lambda: LocAteR(model, CONFIG, pairs=[pair], covariance="running"), ConfigError)
     assert "ask is cross-attention" in text and "layers=" in text
+
+
+def test_a_running_covariance_of_something_else_is_refused() -> None:
+    """A pair of parameters is watched at the module that owns them, which may read other things."""
+
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ask, self.answer = nn.Parameter(torch.ones(4, 8)), nn.Parameter(torch.ones(4, 8))
+
+        def forward(self, words: Tensor) -> Tensor:
+            return nn.functional.linear(words[:, :8], self.ask)
+
+    model = Wrapped()
+    pairs = [Pair(model.ask, model.answer, heads=1)]
+    LocAteR(model, CONFIG, pairs=pairs, covariance="running")
+    text = refusal(lambda: model(torch.ones(2, 9)), InputError)
+    assert "what enters ask are not its tokens of width 8" in text

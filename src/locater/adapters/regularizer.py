@@ -272,6 +272,7 @@ class RunningCovariance:
                 hint="leave it out with layers=, or give a covariance.",
             )
         self.name, self.momentum = attention.layout.name, momentum
+        self.width = attention.layout.model
         self.mean: Tensor | None = None
         self.square: Tensor | None = None
         owner = attention.sources[attention.layout.query.weight].owner
@@ -282,6 +283,11 @@ class RunningCovariance:
         if not module.training:
             return
         tokens = args[0] if args else next(iter(kwargs.values()))
+        if not isinstance(tokens, Tensor) or tokens.shape[-1] != self.width:
+            raise InputError(
+                f"what enters {self.name} are not its tokens of width {self.width}.",
+                hint="name nn.Linear modules in pairs=, not parameters, or give a covariance.",
+            )
         tokens = tokens.detach().flatten(0, -2).float()
         mean, square = tokens.mean(0), tokens.mT @ tokens / tokens.shape[0]
         if self.mean is None or self.square is None:
