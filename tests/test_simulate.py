@@ -510,10 +510,13 @@ def test_a_preset_that_does_not_exist_is_refused(unchecked: None) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda process: replace(process.truncate(5), mean=None), "process has 5 tokens.*say 6"),
+        (
+            lambda process: replace(process.truncate(5), mean=None),
+            "process has 5 tokens in 5 dim.*\nhint: .*say 6 tokens",
+        ),
         (
             lambda process: replace(process, covariance=None, mean=torch.zeros(6, 4)),
-            "the means have 4 dimensions, the settings say 5",
+            "the process has 6 tokens in 4 dimensions",
         ),
         (
             lambda process: replace(process, covariance=torch.eye(4).double(), mean=None),

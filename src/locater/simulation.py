@@ -264,8 +264,7 @@ def simulate(
     """
     with one_thread():
         plan = _Plan(config, process or config.token_process())
-    folder = None if store is None else _folder(store, plan)
-    paths = [] if folder is None else [folder / f"unit-{k:05d}.json" for k in range(config.units)]
+    paths = [] if store is None else _paths(store, plan)
     results = {index: unit for index, path in enumerate(paths) if (unit := _load(path))}
     report(len(results), config.units)
     missing = [index for index in range(config.units) if index not in results]
@@ -301,6 +300,10 @@ def run_unit(plan: _Plan, index: int) -> UnitResult:
     error = ((square - average.square()).clamp_min(0) / (done - 1)).sqrt()
     middle = (totals[0, :tokens] + 0.5) / (done + 1)  # a count of 0 or of all has an error too
     error[:tokens] = (middle * (1 - middle) / done).sqrt()
+    exact = None
+    if config.exact:
+        make = QKForm.from_eigenvalues if weights.ndim == 1 else QKForm.from_matrix
+        exact = propagation(make(weights, temperature=temperature), plan.process)
     return UnitResult(
         mean=mean,
         scale=scale,
@@ -309,7 +312,7 @@ def run_unit(plan: _Plan, index: int) -> UnitResult:
         eta=size / temperature,
         count=_profile("count", average[:tokens], error[:tokens]),
         conditional=_profile("conditional", average[tokens:-1], error[tokens:-1]),
-        exact=plan.exact(weights, temperature) if config.exact else None,
+        exact=exact,
         entropy=average[-1].item(),
         entropy_error=error[-1].item(),
     )
@@ -326,16 +329,12 @@ class _Plan:
     def __init__(self, config: SimulateConfig, process: TokenProcess) -> None:
         self.config, self.process = config, process
         kernel, tokens, model = process.kernel.double(), config.tokens, config.model
-        if process.tokens != tokens:
-            raise ConfigError(
-                f"the process has {process.tokens} tokens, the settings say {tokens}.",
-                hint="give both the same length.",
-            )
         mean = None if process.mean is None else process.mean.double()
-        if mean is not None and mean.shape[1] != model:
+        dimensions = model if mean is None else mean.shape[1]
+        if (process.tokens, dimensions) != (tokens, model):
             raise ConfigError(
-                f"the means have {mean.shape[1]} dimensions, the settings say {model}.",
-                hint="set model to the number of dimensions.",
+                f"the process has {process.tokens} tokens in {dimensions} dimensions.",
+                hint=f"the settings say {tokens} tokens in {model}; give both the same.",
             )
         self.color = None
         if process.covariance is not None:
@@ -384,11 +383,6 @@ class _Plan:
         is_enough = self.config.form == "symmetric" and self.last_mean is None
         return torch.linalg.eigvalsh(white) if is_enough else white
 
-    def exact(self, weights: Float[Tensor, "*rows model"], temperature: float) -> Profile:
-        """The exact ρ of the drawn form."""
-        make = QKForm.from_eigenvalues if weights.ndim == 1 else QKForm.from_matrix
-        return propagation(make(weights, temperature=temperature), self.process)
-
     def draw(
         self, form: Float[Tensor, "*rows model"], size: int, generator: torch.Generator
     ) -> tuple[Float[Tensor, "size tokens"], Float[Tensor, "size tokens"]]:
@@ -422,8 +416,8 @@ def _profile(label: str, rho: Tensor, error: Tensor | None) -> Profile:
     return Profile(theta=theta, rho=rho, source=source, standard_error=error, label=label)
 
 
-def _folder(store: Path, plan: _Plan) -> Path:
-    """Where finished units lie: a name that depends on everything that decides their values."""
+def _paths(store: Path, plan: _Plan) -> list[Path]:
+    """Where finished units lie: under a name that depends on everything that decides them."""
     versions = {name: version(name) for name in ("locater", "torch")}
     text = json.dumps({**asdict(plan.config), **versions}, indent=2)
     digest = blake2b(text.encode(), digest_size=8)
@@ -431,7 +425,7 @@ def _folder(store: Path, plan: _Plan) -> Path:
         digest.update(b"none" if part is None else part.double().numpy().tobytes())
     folder = store / f"simulate-{digest.hexdigest()}"
     write_file(folder / "config.json", text)  # and find out now whether we may write
-    return folder
+    return [folder / f"unit-{index:05d}.json" for index in range(plan.config.units)]
 
 
 def _load(path: Path) -> UnitResult | None:
