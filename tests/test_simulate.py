@@ -245,8 +245,12 @@ def test_the_error_of_a_count_is_binomial_and_that_of_an_average_its_spread() ->
     torch.testing.assert_close(unit.conditional.standard_error, error, rtol=1e-6, atol=1e-9)
     rho, error = unit.count.rho, unit.count.standard_error
     assert error is not None
-    assert (error > 0).all()
     torch.testing.assert_close(error, (rho * (1 - rho) / 500).sqrt(), rtol=0.02, atol=2e-3)
+    (certain,) = simulate(replace(config, pairs=((0.0, 0.0),))).units
+    assert certain.count.standard_error is not None
+    middle = 500.5 / 501  # all gates were open, and yet the error is not zero
+    expected = torch.full((6,), math.sqrt(middle * (1 - middle) / 500), dtype=torch.float64)
+    torch.testing.assert_close(certain.count.standard_error, expected)
 
 
 # One result, whatever computes it
