@@ -75,7 +75,7 @@ def test_localization_is_read_off_the_participation(
     [
         (0.5, 0.6, "yes: 0.500 → 0.600"),
         (0.6, 0.5, "no, it falls: 0.600 → 0.500"),
-        (0.5, 0.502, "it does not change: 0.500 → 0.502"),
+        (0.5, 0.502, "no change: 0.500 → 0.502"),
     ],
 )
 def test_entropy_changes_only_beyond_its_error(wide: float, narrow: float, words: str) -> None:

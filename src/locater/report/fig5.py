@@ -94,7 +94,7 @@ def _entropy_change(before: Record, after: Record) -> str:
     """What a smaller scale does to the entropy, within two standard errors."""
     gap = after["entropy"] - before["entropy"]
     noise = 2 * math.hypot(after["entropy_error"], before["entropy_error"])
-    word = "it does not change" if abs(gap) <= noise else "yes" if gap > 0 else "no, it falls"
+    word = "no change" if abs(gap) <= noise else "yes" if gap > 0 else "no, it falls"
     values = f"{before['entropy']:.3f} → {after['entropy']:.3f} (± {noise:.3f})"
     return f"mean {after['mean']:g} {word}: {values}"
 
