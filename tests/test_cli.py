@@ -1,4 +1,5 @@
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -6,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from locater import QKForm, TokenProcess, propagation
-from locater.cli import _COMMANDS, main
+from locater.cli import _COMMANDS, _print_json, main
 
 THEORY = ["theory", "--xi", "5", "--eta", "0.1", "--tokens", "40", "--dim", "128"]
 
@@ -93,3 +94,8 @@ def test_a_closed_pipe_is_no_error() -> None:
     command = f"{sys.executable} -m locater.cli theory --xi 5 --eta 0.1 --json | head -c 1"
     result = subprocess.run(command, shell=True, capture_output=True, text=True)
     assert (result.stdout, result.stderr) == ("{", "")
+
+
+def test_json_has_null_where_a_number_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    _print_json({"xi": math.nan, "rows": [1.0, math.inf]})
+    assert json.loads(capsys.readouterr().out) == {"xi": None, "rows": [1.0, None]}

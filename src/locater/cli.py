@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -318,7 +319,16 @@ def _console() -> Any:
 
 
 def _print_json(data: Any) -> None:
-    print(json.dumps(data, ensure_ascii=False, indent=2))
+    print(json.dumps(_plain(data), ensure_ascii=False, indent=2, allow_nan=False))
+
+
+def _plain(data: Any) -> Any:
+    """What JSON can say: NaN and infinity, which it cannot, become null."""
+    if isinstance(data, dict):
+        return {key: _plain(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_plain(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def _say(text: str) -> None:

@@ -34,7 +34,7 @@ from locater import (
     score_moments,
 )
 from locater.core.softmax import propagates
-from locater.core.theory import LogitLaw, Method, logit_mean, rho_limit_slope
+from locater.core.theory import LogitLaw, Method, logit_mean, normal_between, rho_limit_slope
 
 NAN, INF = math.nan, math.inf
 FALSE_ALARMS = 1e-6  # of each statistical test, shared among the numbers it compares
@@ -648,3 +648,12 @@ def test_what_the_theory_cannot_answer_is_refused(
 ) -> None:
     with pytest.raises(error, match=f"{re.escape(message)}(.|\n)*hint: .*{re.escape(hint)}"):
         call()
+
+
+@pytest.mark.parametrize("mean", [-30.0, -12.0, 13.0, 31.0])
+def test_gaussian_chances_far_from_the_interval_keep_their_digits(mean: float) -> None:
+    """Against math.erfc, 30 deviations out, where a difference of two ones would be zero."""
+    below = min(mean, 1 - mean)
+    expected = (math.erfc(-below / math.sqrt(2)) - math.erfc((1 - below) / math.sqrt(2))) / 2
+    one = torch.ones((), dtype=torch.float64)
+    assert normal_between(mean * one, one).item() == pytest.approx(expected, rel=1e-12)

@@ -312,11 +312,11 @@ def normal_between(
     mean: Float[Tensor, "*shape"], deviation: Float[Tensor, "*shape"]
 ) -> Float[Tensor, "*shape"]:
     """P(0 ≤ N(mean, deviation²) ≤ 1), without cancellation in either tail."""
-    # on the side of ½ where both arguments are large and negative, ndtr keeps its digits
+    # below ½ the upper tails are the small ones, and erfc keeps their digits
     mean = torch.where(mean > 0.5, 1 - mean, mean)
     is_certain = deviation == 0
-    safe = torch.where(is_certain, 1.0, deviation)
-    chance = torch.special.ndtr(mean / safe) - torch.special.ndtr((mean - 1) / safe)
+    safe = torch.where(is_certain, 1.0, deviation) * math.sqrt(2)
+    chance = (torch.erfc(-mean / safe) - torch.erfc((1 - mean) / safe)) / 2
     return torch.where(is_certain, (mean >= 0).to(mean), chance)
 
 
