@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from locater import QKForm, TokenProcess, propagation
-from locater.cli import _COMMANDS, _print_json, main
+from locater.cli import _COMMANDS, main
+from locater.commands.terminal import print_json
 
 THEORY = ["theory", "--xi", "5", "--eta", "0.1", "--tokens", "40", "--dim", "128"]
 
@@ -29,7 +30,7 @@ def test_help_of_a_command_ends_in_its_example_and_offers_json(
     assert main([command, "--help"]) == 0
     out = capsys.readouterr().out
     assert "--json" in out
-    assert out.rstrip().endswith(_COMMANDS[command][2])
+    assert out.rstrip().endswith(_COMMANDS[command][1])
 
 
 def test_theory_prints_the_numbers_of_the_library(capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,5 +98,5 @@ def test_a_closed_pipe_is_no_error() -> None:
 
 
 def test_json_has_null_where_a_number_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    _print_json({"xi": math.nan, "rows": [1.0, math.inf]})
+    print_json({"xi": math.nan, "rows": [1.0, math.inf]})
     assert json.loads(capsys.readouterr().out) == {"xi": None, "rows": [1.0, None]}

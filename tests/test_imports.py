@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,7 @@ def test_type_checkers_see_the_names_that_users_see() -> None:
     assert sorted(name for name in homes if name) == sorted(locater.__all__)
     for name, (module, original) in homes.items():
         assert name == original
-        assert getattr(sys.modules[str(module)], original) is getattr(locater, str(name))
+        assert getattr(import_module(str(module)), original) is getattr(locater, str(name))
 
 
 def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:

@@ -1,0 +1,43 @@
+"""The files that the documents' commands speak of: two tiny checkpoints and a text."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import torch
+
+WORDS = ("the", "head", "looks", "at", "late", "tokens", "and", "sees", "all", "of", "them", "now")
+
+
+def write_samples(folder: Path) -> None:
+    """Write `model/` and `tuned/`, the same tiny Llama before and after, and `text.txt`."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    vocabulary = {word: place for place, word in enumerate(("[UNK]", *WORDS))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    config = LlamaConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    generator = torch.Generator().manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = LlamaForCausalLM(config)
+        for name, scale in (("model", 0.3), ("tuned", 0.1)):
+            for parameter in model.parameters():
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.data.add_(scale * noise)
+            model.save_pretrained(folder / name)
+            PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(
+                folder / name
+            )
+    words = torch.randint(len(WORDS), (2_000,), generator=generator).tolist()
+    (folder / "text.txt").write_text(" ".join(WORDS[word] for word in words) + "\n")
