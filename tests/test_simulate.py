@@ -25,16 +25,15 @@ from locater.core.theory import logit_moments, propagation
 from locater.errors import ConfigError, InputError, LocaterError
 from locater.simulation import (
     Estimator,
-    FormName,
     SimulateConfig,
     Simulation,
     UnitResult,
-    _generator,
     _Plan,
     preset,
     run_unit,
     simulate,
 )
+from locater.simulation_records import FormName, generator_of
 
 FALSE_ALARMS = 1e-6  # of a whole test, shared equally by its comparisons
 ESTIMATORS: tuple[Estimator, ...] = ("conditional", "count")
@@ -56,7 +55,7 @@ def form_of(config: SimulateConfig, index: int, process: TokenProcess | None = N
     """The W_QK that a unit draws."""
     plan = _Plan(config, process or config.token_process())
     mean, scale = config.pairs[index // config.draws]
-    weights = plan.draw_weights(mean, scale, _generator(config, f"unit {index}"))
+    weights = plan.draw_weights(mean, scale, generator_of(config, f"unit {index}"))
     matrix = torch.diag(weights) if weights.ndim == 1 else weights
     return QKForm.from_matrix(matrix, temperature=math.sqrt(config.model))
 
@@ -237,7 +236,7 @@ def test_the_error_of_a_count_is_binomial_and_that_of_an_average_its_spread() ->
     config = replace(TINY, draws=1, sequences=500, exact=False)
     plan = _Plan(config, config.token_process())
     unit = run_unit(plan, 0)
-    generator = _generator(config, "unit 0")
+    generator = generator_of(config, "unit 0")
     weights = plan.draw_weights(0.5, 0.1, generator)
     _, chance = plan.draw((weights / math.sqrt(5)).float(), 500, generator)
     error = chance.double().std(0) / math.sqrt(500)

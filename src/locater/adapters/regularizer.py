@@ -153,7 +153,7 @@ class LocAteR:
         traces = []
         for label, attention in zip(labels, self.attentions, strict=True):
             weights = self._weights(attention, is_whole=True)
-            heads = self._query_heads(weights), self._key_heads(weights)
+            heads = self._heads(weights, "query"), self._heads(weights, "key")
             terms = PenaltyTerms.of(*heads, self._sigma(attention))
             trace, norm = terms.trace.mean().item(), terms.frobenius_squared.mean().item()
             traces.append(trace)
@@ -168,8 +168,8 @@ class LocAteR:
         """The penalty of layers of one kind, as if they were one with all their heads."""
         first, group = layers[0].attention, layers[0].group
         part = lazy_penalty(
-            _joined([self._query_heads(layer) for layer in layers]),
-            lambda: _joined([self._key_heads(layer) for layer in layers]),
+            _joined([self._heads(layer, "query") for layer in layers]),
+            lambda: _joined([self._heads(layer, "key") for layer in layers]),
             self.config,
             temperature=first.layout.temperature,
             covariance=self._sigma(first),
@@ -201,23 +201,16 @@ class LocAteR:
         place = None if sigma is None else id(weights.attention)
         return *shape, layout.temperature, query.dtype, query.device, place
 
-    def _query_heads(self, weights: _Weights) -> Tensor:
+    def _heads(self, weights: _Weights, side: Literal["query", "key"]) -> Tensor:
         layout = weights.attention.layout
         if weights.fused:
-            heads = weights.fused[0]
+            heads = weights.fused[side == "key"]
         else:
-            heads = _heads(layout.query, weights.query, layout.head_dim)
-        return heads if self.heads is None else heads[self.heads]
-
-    def _key_heads(self, weights: _Weights) -> Tensor:
-        layout = weights.attention.layout
-        if weights.fused:
-            heads = weights.fused[1]
-        else:
-            heads = _heads(layout.key, weights.key, layout.head_dim)
+            heads = _heads(getattr(layout, side), getattr(weights, side), layout.head_dim)
         if self.heads is None:
             return heads
-        return heads[[head // (layout.heads // layout.kv_heads) for head in self.heads]]
+        group = layout.heads // layout.kv_heads if side == "key" else 1
+        return heads[[head // group for head in self.heads]]
 
     def _sigma(self, attention: LiveAttention) -> Tensor | None:
         if attention.layout.name in self._running:
