@@ -1,0 +1,257 @@
+"""A checkpoint, wherever it lies: its tensors' names and shapes at once, their values when asked.
+
+Nothing is built, cached or executed. Headers are read when a checkpoint is opened, and then only
+the tensors that are asked for, so a model of any size is read layer by layer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from locater.adapters.places import (
+    CONFIGS,
+    Choice,
+    Folder,
+    Place,
+    choose,
+    document,
+    shard_name,
+)
+from locater.adapters.safetensors_file import SafetensorsFile
+from locater.adapters.sources import (
+    Tensors,
+    Tick,
+    json_object,
+    read_bytes,
+    refuse_pointer,
+    status,
+    unheard,
+)
+from locater.errors import LocaterError
+
+Format = Literal["safetensors", "pytorch", "gguf", "lora"]
+Report = Callable[[int, int], None]
+"""Told, while tensors are read, how many of their bytes have come and how many there are."""
+
+NO_CONFIG = (
+    "no config.json: the family and its settings are told by tensor names alone, "
+    "unless config= gives them"
+)
+_HUB_ID = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
+_OPENERS = 8  # shards of a remote checkpoint whose headers are fetched at the same time
+
+
+class Checkpoint:
+    """An open checkpoint; made by `open_checkpoint`, and closed by leaving its `with` block."""
+
+    def __init__(
+        self,
+        name: str,
+        format: Format,
+        tensors: Tensors,
+        *,
+        config: Mapping[str, Any],
+        caveats: Iterable[str] = (),
+        report: Report | None = None,
+    ) -> None:
+        self.name = name
+        self.format: Format = format
+        self.config = config
+        self.caveats = tuple(dict.fromkeys(caveats))
+        self.tensors = tensors
+        self._report = report
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Every tensor's shape, by its name; known from headers alone."""
+        return self.tensors.shapes
+
+    @property
+    def bytes_read(self) -> int:
+        """How many bytes were read from disk or came over the network so far."""
+        return self.tensors.bytes_read
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Read these tensors and no others; keep none of them."""
+        wanted = list(dict.fromkeys(names))
+        for name in wanted:
+            if name not in self.shapes:
+                raise LocaterError(
+                    f"{self.name} holds no tensor {name!r}.",
+                    hint=f"it holds {', '.join(list(self.shapes)[:6])}, …",
+                )
+        if self._report is None:
+            return self.tensors.read(wanted)
+        report, done = self._report, 0
+        total = sum(self.tensors.stored_bytes(name) for name in wanted)
+
+        def tick(count: int) -> None:
+            nonlocal done
+            done += count
+            report(done, total)
+
+        return self.tensors.read(wanted, tick)
+
+    def close(self) -> None:
+        """Let go of files and connections."""
+        self.tensors.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_checkpoint(
+    source: str | Path,
+    *,
+    base: str | Path | None = None,
+    config: Mapping[str, Any] | None = None,
+    report: Report | None = None,
+) -> Checkpoint:
+    """Open a folder, a file, an HTTP(S) URL or a hub id (`org/name`, `org/name@revision`).
+
+    `base` is what a LoRA adapter stands on, where its own config does not say. `config` adds to
+    what the checkpoint says of itself, and wins: `config={"n_head": 12}` for a model without one.
+    """
+    place, choice = _find(source)
+    return _opened(str(source), place, choice, config or {}, report)
+
+
+def _find(source: str | Path) -> tuple[Place, Choice]:
+    """The folder that a source speaks of, and the files in it that are meant."""
+    path = Path(source)
+    if status(path) and path.is_dir():
+        folder = Folder(path)
+        return folder, choose(folder.names(), folder.name)
+    return Folder(path.parent), _file_choice(path.name)
+
+
+def _file_choice(name: str) -> Choice:
+    return Choice((), name) if name.endswith(".index.json") else Choice((name,))
+
+
+def _opened(
+    name: str, place: Place, choice: Choice, given: Mapping[str, Any], report: Report | None
+) -> Checkpoint:
+    """Open the chosen files of a place."""
+    caveats = list(place.caveats)
+    format, tensors = _tensors(place, choice)
+    config = {**_stored_config(place, choice), **given}
+    if not config:
+        caveats.append(NO_CONFIG)
+    return Checkpoint(name, format, tensors, config=config, caveats=caveats, report=report)
+
+
+def _stored_config(place: Place, choice: Choice) -> dict[str, Any]:
+    """What the config beside a checkpoint says."""
+    names = place.names()
+    for name in CONFIGS:
+        if name in names:
+            return json_object(document(place, name), f"{place.name}/{name}")
+    return {}
+
+
+def _tensors(place: Place, choice: Choice) -> tuple[Format, Tensors]:
+    """The tensors of the chosen files, and the format of those."""
+    if choice.index is None and len(choice.files) == 1:
+        return _file(place, choice.files[0])
+    homes = None if choice.index is None else _weight_map(place, choice.index)
+    shards = tuple(dict.fromkeys(homes.values())) if homes else choice.files
+    opened: dict[str, tuple[Format, Tensors]] = {}
+    try:
+        with ThreadPoolExecutor(_OPENERS) as pool:
+            for shard, found in zip(
+                shards, pool.map(lambda shard: _file(place, shard), shards), strict=True
+            ):
+                opened[shard] = found
+        files = {shard: tensors for shard, (_, tensors) in opened.items()}
+        return opened[shards[0]][0], ShardedTensors(files, homes, choice.index)
+    except BaseException:
+        for _, tensors in opened.values():
+            tensors.close()
+        raise
+
+
+def _weight_map(place: Place, index: str) -> dict[str, str]:
+    """Which shard holds which tensor, as an index says; every shard must be there."""
+    where = f"{place.name}/{index}"
+    said = json_object(document(place, index), where).get("weight_map")
+    if not isinstance(said, dict) or not said:
+        raise LocaterError(f"{where} has no weight_map.", hint="download it again.")
+    homes = {str(name): shard_name(shard, where) for name, shard in said.items()}
+    there = set(place.names())
+    missing = sorted(shard for shard in set(homes.values()) if shard not in there)
+    if missing:
+        raise LocaterError(
+            f"{where} names {missing[0]}, which is not there"
+            + (f", nor are {len(missing) - 1} other shards." if len(missing) > 1 else "."),
+            hint="download the missing shards, or run: git lfs pull",
+        )
+    return homes
+
+
+def _file(place: Place, name: str) -> tuple[Format, Tensors]:
+    """Open one file by what it holds, whatever it is called."""
+    source = place.open(name)
+    try:
+        head = read_bytes(source, 0, 64)
+        refuse_pointer(head, source.name)
+        if name.endswith(".safetensors") or head[8:9] == b"{":
+            return "safetensors", SafetensorsFile(source)
+        raise LocaterError(
+            f"{source.name} is not a checkpoint.",
+            hint="give a .safetensors, .bin, .pt, .pth or .gguf file, or the folder of one.",
+        )
+    except BaseException:
+        source.close()
+        raise
+
+
+class ShardedTensors:
+    """Several files as one; where an index names a tensor's file, that is the file."""
+
+    def __init__(
+        self, files: Mapping[str, Tensors], homes: Mapping[str, str] | None, index: str | None
+    ) -> None:
+        self._files = files
+        self._homes = {name: shard for shard, file in files.items() for name in file.shapes}
+        for name, shard in (homes or {}).items():
+            if name not in files[shard].shapes:
+                raise LocaterError(
+                    f"{index} says that {shard} holds {name}, and it does not.",
+                    hint="index and shards are not of one checkpoint: download both again.",
+                )
+            self._homes[name] = shard
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            name: files[shard].shapes[name] for name, shard in self._homes.items()
+        }
+
+    @property
+    def bytes_read(self) -> int:
+        """How many bytes were read so far."""
+        return sum(file.bytes_read for file in self._files.values())
+
+    def stored_bytes(self, name: str) -> int:
+        """How many bytes a tensor takes to read."""
+        return self._files[self._homes[name]].stored_bytes(name)
+
+    def read(self, names: Sequence[str], tick: Tick = unheard) -> dict[str, Tensor]:
+        """Read these tensors, each from its own file."""
+        found: dict[str, Tensor] = {}
+        for shard, file in self._files.items():
+            here = [name for name in names if self._homes[name] == shard]
+            found |= file.read(here, tick) if here else {}
+        return found
+
+    def close(self) -> None:
+        """Let go of the files."""
+        for file in self._files.values():
+            file.close()

@@ -1,0 +1,185 @@
+"""Files as bytes: what is read is read where it stands, counted, and never kept."""
+
+from __future__ import annotations
+
+import errno
+import json
+import stat
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from locater.errors import LocaterError
+
+Tick = Callable[[int], None]
+"""Told how many more bytes have arrived."""
+
+CHUNK = 1 << 23
+_POINTER = b"version https://git-lfs.github.com/spec"
+
+
+def unheard(count: int) -> None:
+    """A `Tick` for nobody."""
+
+
+class ByteSource(Protocol):
+    """A file somewhere that can be read at any place."""
+
+    name: str
+    size: int
+    bytes_read: int
+
+    def read_into(self, start: int, buffer: memoryview, tick: Tick = unheard) -> None:
+        """Fill the buffer with the bytes from `start` on, or raise."""
+
+    def close(self) -> None:
+        """Let go of the file."""
+
+
+class Tensors(Protocol):
+    """Named tensors whose shapes are known and whose values are still in a file."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Every tensor's shape."""
+
+    @property
+    def bytes_read(self) -> int:
+        """How many bytes were read so far."""
+
+    def stored_bytes(self, name: str) -> int:
+        """How many bytes a tensor takes to read."""
+
+    def read(self, names: Sequence[str], tick: Tick = unheard) -> dict[str, Tensor]:
+        """Read these tensors and no others."""
+
+    def close(self) -> None:
+        """Let go of the files."""
+
+
+class LocalFile:
+    """A file on this machine, read without mapping it, so that no page of it stays in memory."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        mode = status(path).st_mode
+        if not stat.S_ISREG(mode):
+            raise LocaterError(f"{path} is not a regular file.", hint="give a checkpoint's file.")
+        try:
+            self._file = path.open("rb", buffering=0)
+        except OSError as error:
+            raise unreadable(path, error) from error
+        self.size = status(path).st_size
+        self.bytes_read = 0
+
+    def read_into(self, start: int, buffer: memoryview, tick: Tick = unheard) -> None:
+        """Fill the buffer with the bytes from `start` on, or raise."""
+        done = 0
+        try:
+            self._file.seek(start)
+            while done < len(buffer):
+                count = self._file.readinto(buffer[done : done + CHUNK])
+                if not count:
+                    raise truncated(self.name, start + done, start + len(buffer))
+                done += count
+                self.bytes_read += count
+                tick(count)
+        except (OSError, ValueError) as error:  # ValueError: the file was closed
+            raise unreadable(self.name, error) from error
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._file.close()
+
+
+class BytesInMemory:
+    """Bytes that are here already."""
+
+    def __init__(self, data: bytes, name: str) -> None:
+        self.name = name
+        self.size = len(data)
+        self.bytes_read = 0
+        self._data = data
+
+    def read_into(self, start: int, buffer: memoryview, tick: Tick = unheard) -> None:
+        """Fill the buffer with the bytes from `start` on, or raise."""
+        found = self._data[start : start + len(buffer)]
+        if len(found) < len(buffer):
+            raise truncated(self.name, self.size, start + len(buffer))
+        buffer[:] = found
+        self.bytes_read += len(found)
+        tick(len(found))
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+def read_bytes(source: ByteSource, start: int, length: int) -> bytes:
+    """Some bytes of a file; fewer where it ends."""
+    buffer = bytearray(max(0, min(length, source.size - start)))
+    source.read_into(start, memoryview(buffer))
+    return bytes(buffer)
+
+
+def status(path: Path) -> Any:
+    """What the file system says of a path that must be there."""
+    try:
+        return path.stat()
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        raise unreadable(path, error) from error
+
+
+def unreadable(path: Path | str, error: Exception) -> LocaterError:
+    """What to say of a file that the system does not let us read."""
+    number = getattr(error, "errno", None)
+    if number in (errno.ENOENT, errno.ENOTDIR):
+        return LocaterError(
+            f"{path} does not exist.", hint="give a folder, a file, a URL or a hub id (org/name)."
+        )
+    if number == errno.ELOOP:
+        return LocaterError(
+            f"{path} is a symbolic link that leads back to itself.",
+            hint="remove the link (ls -l shows it) and download the file again.",
+        )
+    if number in (errno.EACCES, errno.EPERM):
+        return LocaterError(
+            f"{path} may not be read: permission denied.", hint=f"run: chmod u+r {path}"
+        )
+    reason = getattr(error, "strerror", None) or error
+    return LocaterError(f"cannot read {path}: {reason}.", hint="check the disk and the path.")
+
+
+def truncated(name: str, size: int, expected: int) -> LocaterError:
+    """What to say of a file that ends too early."""
+    return LocaterError(
+        f"{name} is cut short: it ends after {size:,} bytes and speaks of {expected:,}.",
+        hint="download or copy it again.",
+    )
+
+
+def refuse_pointer(head: bytes, name: str) -> None:
+    """Raise where a file is what git-lfs leaves in the place of a large one."""
+    if head.startswith(_POINTER):
+        raise LocaterError(
+            f"{name} is a git-lfs pointer; the weights themselves were not downloaded.",
+            hint="run: git lfs pull",
+        )
+
+
+def json_object(raw: bytes, name: str) -> dict[str, Any]:
+    """Read a JSON file that must hold an object."""
+    refuse_pointer(raw, name)
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise LocaterError(
+            f"{name} is not JSON: {error}.", hint="download it again, or repair it by hand."
+        ) from error
+    if not isinstance(found, dict):
+        raise LocaterError(
+            f"{name} must hold a JSON object, but it holds a {type(found).__name__}.",
+            hint="download it again.",
+        )
+    return found
