@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from locater.adapters.sources import ByteSource, LocalFile, read_bytes, unreadable
 from locater.errors import LocaterError
@@ -30,6 +30,7 @@ _OTHER = re.compile(r"training_args|optimizer|scheduler|scaler|rng_state|random_
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.\w+)")
 
 
+@runtime_checkable
 class Place(Protocol):
     """A folder somewhere."""
 

@@ -7,7 +7,7 @@ import json
 import stat
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -24,6 +24,7 @@ def unheard(count: int) -> None:
     """A `Tick` for nobody."""
 
 
+@runtime_checkable
 class ByteSource(Protocol):
     """A file somewhere that can be read at any place."""
 
@@ -38,6 +39,7 @@ class ByteSource(Protocol):
         """Let go of the file."""
 
 
+@runtime_checkable
 class Tensors(Protocol):
     """Named tensors whose shapes are known and whose values are still in a file."""
 
