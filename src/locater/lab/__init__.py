@@ -1,0 +1,1 @@
+"""The laboratory: data, the paper's transformer, its training, rivals and sweeps."""

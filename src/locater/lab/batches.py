@@ -1,0 +1,189 @@
+"""Batches without state: step and seed decide them, so that a resumed run sees the same ones."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from locater.errors import ConfigError, InputError, MissingExtraError
+
+IGNORED = -100
+"""The target of a token that the loss leaves out."""
+
+
+def generator(*key: int | str) -> torch.Generator:
+    """A random generator that depends on the key alone."""
+    digest = hashlib.sha256(" ".join(map(str, key)).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+class Order:
+    """Which items each step takes: one shuffled epoch after the other, every item once in each.
+
+    A batch that an epoch cannot fill goes on into the next one.  Without a seed the items come in
+    their own order and the last batch of the epoch is smaller: this is how a text is evaluated.
+    """
+
+    def __init__(self, items: int, *, batch: int, seed: int | None) -> None:
+        if batch < 1:
+            raise ConfigError(f"batch must be one or more, got {batch}.", hint="64 in the paper.")
+        self.items, self.batch, self.seed = items, batch, seed
+        self._epoch: tuple[int, Tensor] | None = None
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps until every item has been seen."""
+        return -(-self.items // self.batch)
+
+    def indices(self, step: int) -> Int64[Tensor, " batch"]:
+        """The items of a step, counted from 0."""
+        if self.seed is None:
+            start = step % self.steps_per_epoch * self.batch
+            return torch.arange(start, min(start + self.batch, self.items))
+        place = torch.arange(step * self.batch, (step + 1) * self.batch)
+        parts = []
+        for epoch in range(step * self.batch // self.items, int(place[-1]) // self.items + 1):
+            inside = place[place // self.items == epoch] % self.items
+            parts.append(self._shuffled(epoch)[inside])
+        return torch.cat(parts)
+
+    def _shuffled(self, epoch: int) -> Tensor:
+        if self._epoch is None or self._epoch[0] != epoch:
+            drawn = torch.randperm(self.items, generator=generator("order", self.seed or 0, epoch))
+            self._epoch = epoch, drawn
+        return self._epoch[1]
+
+
+class Batches:
+    """Blocks of a text and, as targets, the same blocks one token later.
+
+    >>> batches = Batches(torch.arange(13), length=4, batch=2, seed=None)
+    >>> inputs, targets = batches.at(0)
+    >>> inputs.tolist(), targets.tolist()
+    ([[0, 1, 2, 3], [4, 5, 6, 7]], [[1, 2, 3, 4], [5, 6, 7, 8]])
+    """
+
+    def __init__(
+        self,
+        tokens: Int64[Tensor, " tokens"],
+        *,
+        length: int = 64,
+        batch: int = 64,
+        seed: int | None,
+    ) -> None:
+        blocks = (tokens.numel() - 1) // length if length > 0 else 0
+        if blocks < 1:
+            raise InputError(
+                f"a text of {tokens.numel()} tokens has no block of {length} and one to predict.",
+                hint="choose a length from 1 to the number of tokens less one, or more text.",
+            )
+        self.order = Order(blocks, batch=batch, seed=seed)
+        self.blocks, self.seed = blocks, seed
+        self.inputs = tokens[: blocks * length].view(blocks, length)
+        self.targets = tokens[1 : blocks * length + 1].view(blocks, length)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps until every block has been seen."""
+        return self.order.steps_per_epoch
+
+    def at(self, step: int) -> tuple[Int64[Tensor, "batch length"], Int64[Tensor, "batch length"]]:
+        """The inputs and targets of a step, counted from 0."""
+        chosen = self.order.indices(step)
+        return self.inputs[chosen], self.targets[chosen]
+
+
+class MaskedBatches(Batches):
+    """Blocks in which some tokens are hidden and, as targets, what was hidden (BERT).
+
+    Of every block 15 % are chosen, in number exactly; of those 80 % become the mask, whose id is
+    the vocabulary's size, 10 % a random token, and 10 % stay.  All other targets are `IGNORED`.
+    """
+
+    def __init__(
+        self,
+        tokens: Int64[Tensor, " tokens"],
+        *,
+        vocabulary: int,
+        length: int = 64,
+        batch: int = 64,
+        seed: int | None,
+        share: float = 0.15,
+    ) -> None:
+        super().__init__(tokens, length=length, batch=batch, seed=seed)
+        if not 0 < share <= 1:
+            raise ConfigError(f"share must lie in (0, 1], got {share}.", hint="0.15 is usual.")
+        self.vocabulary, self.hidden = vocabulary, max(1, round(share * length))
+
+    def at(self, step: int) -> tuple[Int64[Tensor, "batch length"], Int64[Tensor, "batch length"]]:
+        """The inputs and targets of a step, counted from 0."""
+        tokens = self.inputs[self.order.indices(step)]
+        place = step % self.steps_per_epoch if self.seed is None else step
+        source = generator("mask", str(self.seed), place)
+        draws = torch.rand(tokens.shape, generator=source)
+        chosen = draws.argsort(dim=1).argsort(dim=1) < self.hidden
+        fate = torch.rand(tokens.shape, generator=source)
+        other = torch.randint(self.vocabulary, tokens.shape, generator=source)
+        shown = torch.where(fate < 0.8, self.vocabulary, torch.where(fate < 0.9, other, tokens))
+        return torch.where(chosen, shown, tokens), torch.where(chosen, tokens, IGNORED)
+
+
+@dataclass(frozen=True, eq=False)
+class Digits:
+    """Handwritten digits as sequences of patches, pixels from 0 to 1, with their labels."""
+
+    train: Float[Tensor, "train patches pixels"]
+    train_labels: Int64[Tensor, " train"]
+    valid: Float[Tensor, "valid patches pixels"]
+    valid_labels: Int64[Tensor, " valid"]
+
+
+def load_digits(seed: int, *, patch: int = 2) -> Digits:
+    """scikit-learn's 1,797 digits of 8 × 8 pixels, cut in patches; a fifth is kept for validation.
+
+    Patches of 2 × 2 make sequences of 16, patches of 4 × 4 sequences of 4.
+    """
+    if patch not in (1, 2, 4):
+        raise ConfigError(f"8 x 8 pixels are not cut in patches of {patch}.", hint="use 2 or 4.")
+    try:
+        from sklearn import datasets  # type: ignore[import-untyped]
+    except ImportError as error:  # pragma: no cover - the dev environment has it
+        raise MissingExtraError("scikit-learn", extra="lab") from error
+    images, labels = datasets.load_digits(return_X_y=True)
+    pixels = torch.as_tensor(images, dtype=torch.float32).div(16).view(-1, 8 // patch, patch, 8)
+    cut = pixels.unflatten(3, (8 // patch, patch)).transpose(2, 3).flatten(3).flatten(1, 2)
+    numbers = torch.as_tensor(labels, dtype=torch.int64)
+    order = torch.randperm(len(cut), generator=generator("digits", seed))
+    train, valid = order[len(cut) // 5 :], order[: len(cut) // 5]
+    return Digits(cut[train], numbers[train], cut[valid], numbers[valid])
+
+
+class ImageBatches:
+    """Images and labels of each step, in the same manner."""
+
+    def __init__(
+        self,
+        images: Float[Tensor, "images patches pixels"],
+        labels: Int64[Tensor, " images"],
+        *,
+        batch: int = 64,
+        seed: int | None,
+    ) -> None:
+        self.images, self.labels = images, labels
+        self.order = Order(len(images), batch=batch, seed=seed)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps until every image has been seen."""
+        return self.order.steps_per_epoch
+
+    def at(
+        self, step: int
+    ) -> tuple[Float[Tensor, "batch patches pixels"], Int64[Tensor, " batch"]]:
+        """The images and labels of a step, counted from 0."""
+        chosen = self.order.indices(step)
+        return self.images[chosen], self.labels[chosen]
