@@ -113,16 +113,26 @@ class AttentionLayout:
         )
         return tuple(dict.fromkeys(name for name in names if name))
 
-    def form(self, tensors: Mapping[str, Tensor], *, distances: int = 2048) -> QKForm:
+    def form(
+        self,
+        tensors: Mapping[str, Tensor],
+        *,
+        distances: int = 2048,
+        key_heads: slice = slice(None),
+    ) -> QKForm:
         """Make every query head's form, each with its group's key head, from the stored tensors.
 
-        A bias by distance (ALiBi, T5) is written out for that many distances.
+        A bias by distance (ALiBi, T5) is written out for that many distances.  `key_heads` takes
+        some key heads and the query heads of their groups, to save memory.
         """
-        query = self.query.heads(self.query.unpacked(tensors), self.head_dim)
-        key = self.key.heads(self.key.unpacked(tensors), self.head_dim)
+        share = self.heads // self.kv_heads
+        first, last, _ = key_heads.indices(self.kv_heads)
+        ours = slice(first * share, last * share)
+        query = self.query.heads(self.query.unpacked(tensors), self.head_dim)[ours]
+        key = self.key.heads(self.key.unpacked(tensors), self.head_dim)[first:last]
         biases = [
-            side.bias_heads(tensors[side.bias], self.head_dim) if side.bias else None
-            for side in (self.query, self.key)
+            side.bias_heads(tensors[side.bias], self.head_dim)[some] if side.bias else None
+            for side, some in ((self.query, ours), (self.key, slice(first, last)))
         ]
         if biases[1] is not None:
             biases[1] = self._shared(biases[1])
@@ -132,6 +142,7 @@ class AttentionLayout:
             query, key = query * gain[:, None], key * gain[:, None]
             biases = [None if bias is None else bias * gain for bias in biases]
         rotary = None if self.rotary is None else self.rotary.rotary()
+        by_distance = self._distance_bias(tensors, distances, like=query)
         return QKForm(
             query,
             self._shared(key),
@@ -139,7 +150,7 @@ class AttentionLayout:
             query_bias=biases[0],
             key_bias=biases[1],
             rotary=rotary,
-            distance_bias=self._distance_bias(tensors, distances, like=query),
+            distance_bias=None if by_distance is None else by_distance[ours],
         )
 
     def _shared(self, heads: Tensor) -> Tensor:

@@ -237,7 +237,7 @@ class Audit:
         """The rows as a Parquet file, lists as list columns, the rest in its metadata."""
         try:
             import pyarrow  # type: ignore[import-untyped]
-            from pyarrow import parquet  # type: ignore[import-untyped]
+            from pyarrow import parquet
         except ImportError as error:
             raise MissingExtraError("pyarrow", extra="hub") from error
         table = pyarrow.Table.from_pylist(

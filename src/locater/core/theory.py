@@ -280,7 +280,12 @@ def classify(form: QKForm, process: TokenProcess, *, method: Method = "exact") -
     ('middle', 13)
     """
     profile = propagation(form, process, method=method)
-    rho, tokens = profile.rho, process.tokens
+    return regime_of(profile, form.spectrum(process.covariance).r)
+
+
+def regime_of(profile: Profile, r: Float[Tensor, "*heads"]) -> Regime:
+    """Name the regime of heads whose ρ is known at every position."""
+    rho, tokens = profile.rho, profile.rho.shape[-1]
     is_on = rho >= profile.peak[..., None] / 2
     count = is_on.sum(-1)
     first = is_on.int().argmax(-1) + 1
@@ -291,7 +296,6 @@ def classify(form: QKForm, process: TokenProcess, *, method: Method = "exact") -
     index[count < last - first + 1] = _REGIMES.index("scattered")
     index[count == tokens] = _REGIMES.index("uniform")
     index[profile.peak < 0.1] = _REGIMES.index("vanishing")
-    r = form.spectrum(process.covariance).r
     return Regime(r, index, count, first, last, profile)
 
 
