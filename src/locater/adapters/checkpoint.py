@@ -6,16 +6,24 @@ the tensors that are asked for, so a model of any size is read layer by layer.
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit, urlunsplit
 
 from torch import Tensor
 
+from locater.adapters.gguf_file import MAGIC, GgufFile
+from locater.adapters.hub import HubRepository
+from locater.adapters.lora import LoraTensors, has_lora
 from locater.adapters.places import (
+    ADAPTER_CONFIG,
     CONFIGS,
+    SUFFIXES,
     Choice,
     Folder,
     Place,
@@ -23,6 +31,8 @@ from locater.adapters.places import (
     document,
     shard_name,
 )
+from locater.adapters.pytorch_file import PICKLES, ZIP, PytorchFile
+from locater.adapters.remote import WebFolder
 from locater.adapters.safetensors_file import SafetensorsFile
 from locater.adapters.sources import (
     Tensors,
@@ -43,7 +53,9 @@ NO_CONFIG = (
     "no config.json: the family and its settings are told by tensor names alone, "
     "unless config= gives them"
 )
-_HUB_ID = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
+_HUB_ID = re.compile(
+    r"(?P<repository>[\w.-]+/[\w.-]+)(?:/(?P<file>[\w./-]+))?(?:@(?P<revision>[\w./-]+))?"
+)
 _OPENERS = 8  # shards of a remote checkpoint whose headers are fetched at the same time
 
 
@@ -122,20 +134,84 @@ def open_checkpoint(
     what the checkpoint says of itself, and wins: `config={"n_head": 12}` for a model without one.
     """
     place, choice = _find(source)
-    return _opened(str(source), place, choice, config or {}, report)
+    given = config or {}
+    if ADAPTER_CONFIG in place.names() and choice.files[:1] and _is_adapter(choice.files[0]):
+        return _adapted(str(source), place, choice, base, given, report)
+    if base is not None:
+        raise LocaterError(
+            f"{source} is not an adapter, and base={str(base)!r} was given.",
+            hint=f"give base= with a folder that holds {ADAPTER_CONFIG}.",
+        )
+    return _opened(str(source), place, choice, given, report)
 
 
 def _find(source: str | Path) -> tuple[Place, Choice]:
     """The folder that a source speaks of, and the files in it that are meant."""
+    text = str(source)
+    if re.match("https?://", text):
+        return _find_url(text)
     path = Path(source)
-    if status(path) and path.is_dir():
+    hub_id = _HUB_ID.fullmatch(text)
+    if isinstance(source, str) and hub_id and not os.path.lexists(path):
+        repository = HubRepository(hub_id["repository"], hub_id["revision"])
+        file = hub_id["file"]
+        return repository, _file_choice(file) if file else choose(repository.names(), text)
+    if stat.S_ISDIR(status(path).st_mode):
         folder = Folder(path)
         return folder, choose(folder.names(), folder.name)
     return Folder(path.parent), _file_choice(path.name)
 
 
+def _find_url(url: str) -> tuple[Place, Choice]:
+    parts = urlsplit(url)
+    folder, _, name = parts.path.rpartition("/")
+    if name.endswith((*SUFFIXES, ".index.json")):
+        return WebFolder(urlunsplit(parts._replace(path=folder)), last=name), _file_choice(name)
+    place = WebFolder(url)
+    return place, choose(place.names(), place.name)
+
+
 def _file_choice(name: str) -> Choice:
     return Choice((), name) if name.endswith(".index.json") else Choice((name,))
+
+
+def _is_adapter(name: str) -> bool:
+    return name.startswith("adapter_model.")
+
+
+def _adapted(
+    name: str,
+    place: Place,
+    choice: Choice,
+    base: str | Path | None,
+    given: Mapping[str, Any],
+    report: Report | None,
+) -> Checkpoint:
+    """Open an adapter and what it stands on."""
+    settings = json_object(document(place, ADAPTER_CONFIG), f"{place.name}/{ADAPTER_CONFIG}")
+    stands_on = base or settings.get("base_model_name_or_path")
+    if not stands_on:
+        raise LocaterError(
+            f"the adapter {name} does not say what it stands on.", hint="give it with base=."
+        )
+    try:
+        below, files = _find(stands_on)
+        if files.files[:1] and _is_adapter(files.files[0]):
+            raise LocaterError(f"{stands_on} is an adapter itself.")
+        under = _opened(str(stands_on), below, files, given, None)
+    except LocaterError as error:
+        raise LocaterError(
+            f"the base of the adapter {name} cannot be opened: {error.message}",
+            hint="give the base's folder, file, URL or hub id with base=.",
+        ) from error
+    try:
+        _, adapter = _tensors(place, choice)
+        merged = LoraTensors(under.tensors, adapter, settings, name=name)
+    except BaseException:
+        under.close()
+        raise
+    caveats = (*place.caveats, *under.caveats, *merged.caveats)
+    return Checkpoint(name, "lora", merged, config=under.config, caveats=caveats, report=report)
 
 
 def _opened(
@@ -144,13 +220,22 @@ def _opened(
     """Open the chosen files of a place."""
     caveats = list(place.caveats)
     format, tensors = _tensors(place, choice)
-    config = {**_stored_config(place, choice), **given}
-    if not config:
-        caveats.append(NO_CONFIG)
+    try:
+        said = getattr(tensors, "config", {})
+        config = {**said, **_stored_config(place), **given}
+        if not config:
+            caveats.append(NO_CONFIG)
+        caveats += getattr(tensors, "caveats", ())
+        if has_lora(tensors.shapes):
+            format, tensors = "lora", LoraTensors(tensors, tensors, config, name=name)
+            caveats += tensors.caveats
+    except BaseException:
+        tensors.close()
+        raise
     return Checkpoint(name, format, tensors, config=config, caveats=caveats, report=report)
 
 
-def _stored_config(place: Place, choice: Choice) -> dict[str, Any]:
+def _stored_config(place: Place) -> dict[str, Any]:
     """What the config beside a checkpoint says."""
     names = place.names()
     for name in CONFIGS:
@@ -164,18 +249,21 @@ def _tensors(place: Place, choice: Choice) -> tuple[Format, Tensors]:
     if choice.index is None and len(choice.files) == 1:
         return _file(place, choice.files[0])
     homes = None if choice.index is None else _weight_map(place, choice.index)
-    shards = tuple(dict.fromkeys(homes.values())) if homes else choice.files
-    opened: dict[str, tuple[Format, Tensors]] = {}
+    shards = choice.files if homes is None else tuple(dict.fromkeys(homes.values()))
+    with ThreadPoolExecutor(_OPENERS) as pool:
+        pending = [pool.submit(_file, place, shard) for shard in shards]
+    opened = {
+        shard: work.result()
+        for shard, work in zip(shards, pending, strict=True)
+        if work.exception() is None
+    }
+    files = {shard: tensors for shard, (_, tensors) in opened.items()}
     try:
-        with ThreadPoolExecutor(_OPENERS) as pool:
-            for shard, found in zip(
-                shards, pool.map(lambda shard: _file(place, shard), shards), strict=True
-            ):
-                opened[shard] = found
-        files = {shard: tensors for shard, (_, tensors) in opened.items()}
+        for work in pending:
+            work.result()
         return opened[shards[0]][0], ShardedTensors(files, homes, choice.index)
     except BaseException:
-        for _, tensors in opened.values():
+        for tensors in files.values():
             tensors.close()
         raise
 
@@ -187,8 +275,7 @@ def _weight_map(place: Place, index: str) -> dict[str, str]:
     if not isinstance(said, dict) or not said:
         raise LocaterError(f"{where} has no weight_map.", hint="download it again.")
     homes = {str(name): shard_name(shard, where) for name, shard in said.items()}
-    there = set(place.names())
-    missing = sorted(shard for shard in set(homes.values()) if shard not in there)
+    missing = sorted(shard for shard in set(homes.values()) if not place.has(shard))
     if missing:
         raise LocaterError(
             f"{where} names {missing[0]}, which is not there"
@@ -204,6 +291,11 @@ def _file(place: Place, name: str) -> tuple[Format, Tensors]:
     try:
         head = read_bytes(source, 0, 64)
         refuse_pointer(head, source.name)
+        if head.startswith(MAGIC):
+            return "gguf", GgufFile(source)
+        if head.startswith((ZIP, *PICKLES)):
+            source.close()
+            return "pytorch", _pytorch(place, name)
         if name.endswith(".safetensors") or head[8:9] == b"{":
             return "safetensors", SafetensorsFile(source)
         raise LocaterError(
@@ -215,12 +307,27 @@ def _file(place: Place, name: str) -> tuple[Format, Tensors]:
         raise
 
 
+def _pytorch(place: Place, name: str) -> PytorchFile:
+    path = place.path(name)
+    if path is None:
+        raise LocaterError(
+            f"{place.name}/{name} is a pickle, which cannot be read by ranges.",
+            hint="download it and give its path, or give a safetensors version of the model.",
+        )
+    return PytorchFile(path)
+
+
 class ShardedTensors:
     """Several files as one; where an index names a tensor's file, that is the file."""
 
     def __init__(
         self, files: Mapping[str, Tensors], homes: Mapping[str, str] | None, index: str | None
     ) -> None:
+        first = next(iter(files.values()))
+        self.config: Mapping[str, Any] = getattr(first, "config", {})
+        self.caveats = tuple(
+            caveat for file in files.values() for caveat in getattr(file, "caveats", ())
+        )
         self._files = files
         self._homes = {name: shard for shard, file in files.items() for name in file.shapes}
         for name, shard in (homes or {}).items():

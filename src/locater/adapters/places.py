@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ PREFERRED = (
 CONFIGS = ("config.json", "params.json")
 ADAPTER_CONFIG = "adapter_config.json"
 _INDICES = (".safetensors.index.json", ".bin.index.json")
-_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _OTHER = re.compile(r"training_args|optimizer|scheduler|scaler|rng_state|random_states", re.I)
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.\w+)")
 
@@ -39,6 +40,9 @@ class Place(Protocol):
 
     def names(self) -> list[str]:
         """The files in it, as far as anybody can tell."""
+
+    def has(self, name: str) -> bool:
+        """Whether a file may be there; where nobody can tell, opening it will."""
 
     def open(self, name: str) -> ByteSource:
         """One of its files."""
@@ -61,6 +65,10 @@ class Folder:
             return sorted(entry.name for entry in self._path.iterdir() if not entry.is_dir())
         except OSError as error:
             raise unreadable(self._path, error) from error
+
+    def has(self, name: str) -> bool:
+        """Whether there is a file of this name."""
+        return os.path.lexists(self._path / name)
 
     def open(self, name: str) -> ByteSource:
         """One of its files."""
@@ -91,7 +99,7 @@ def choose(names: Sequence[str], place: str) -> Choice:
     indices = [name for name in names if name.endswith(_INDICES)]
     if len(indices) == 1:
         return Choice((), indices[0])
-    found = [name for name in names if name.endswith(_SUFFIXES) and not _OTHER.search(name)]
+    found = [name for name in names if name.endswith(SUFFIXES) and not _OTHER.search(name)]
     shards = _complete_shards(found, place)
     if len(found) == 1 or shards:
         return Choice(tuple(shards or found))
