@@ -1,0 +1,397 @@
+"""Auditing layer by layer: a checkpoint's file or a live model in, a table of heads out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from locater.adapters.checkpoint import Checkpoint, open_checkpoint
+from locater.adapters.layout import AttentionLayout, Skipped
+from locater.adapters.modules import AnyPair, discover
+from locater.adapters.recipes import RECIPES, layouts
+from locater.adapters.resolve import Recipe
+from locater.audit.heads import (
+    Grams,
+    LogitDraws,
+    RhoMethod,
+    null_columns,
+    rho_profile,
+    spectral_columns,
+)
+from locater.audit.record import LIST_COLUMNS, Audit, HeadRecord
+from locater.audit.verdicts import judge
+from locater.core.process import TokenProcess
+from locater.core.spectrum import QKForm
+from locater.core.theory import regime_of
+from locater.engines import one_thread
+from locater.errors import ConfigError, InputError, LocaterError
+
+Report = Callable[[int, int], None]
+Tensors = Mapping[str, Tensor]
+Readable = tuple[AttentionLayout, Callable[[], Tensors]]
+ProcessName = Literal["unit-walk", "random-walk", "autoregressive", "independent"]
+
+POSITIONS = 128
+"""Rows keep ρ at about this many positions; regimes are read off all of them."""
+_BLOCK_BYTES = 48 * 2**20
+_WORDS: dict[str, str] = {
+    "unit-walk": "a random walk scaled to tokens of unit variance on average, as LayerNorm leaves "
+    "them, with Σ = I (assumed, not measured)",
+    "random-walk": "the paper's random walk, whose tokens grow with √t, with Σ = I (assumed, not "
+    "measured)",
+    "autoregressive": "stationary tokens of unit variance, neighbors correlated by {phi:g}, with "
+    "Σ = I (assumed, not measured)",
+    "independent": "independent tokens of unit variance, with Σ = I (assumed, not measured)",
+}
+_METHODS = {
+    "gaussian": "ρ from the exact mean and variance of each score, taken to be Gaussian",
+    "exact": "ρ from the exact law of each score",
+}
+
+
+def named_process(name: str, tokens: int, *, phi: float = 0.9) -> TokenProcess:
+    """The tokens that an audit can assume; `unit-walk` has a kernel of trace T.
+
+    >>> named_process("unit-walk", 3).kernel.diagonal()
+    tensor([0.5000, 1.0000, 1.5000], dtype=torch.float64)
+    """
+    if name == "autoregressive":
+        return TokenProcess.autoregressive(tokens, phi)
+    if name == "independent":
+        return TokenProcess.independent(tokens)
+    if name not in _WORDS:
+        raise ConfigError(f"unknown process {name!r}.", hint=f"one of {', '.join(_WORDS)}.")
+    walk = TokenProcess.random_walk(tokens)
+    if name == "random-walk":
+        return walk
+    return TokenProcess(walk.kernel * (tokens / walk.kernel.trace()))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AuditSettings:
+    """What to assume of the tokens, and how much to compute."""
+
+    tokens: int = 512
+    """T, the length of the sequence; its last token asks."""
+    process: ProcessName | TokenProcess = "unit-walk"
+    """Assumed tokens by name, or a process of your own; then `tokens` is its length."""
+    phi: float = 0.9
+    """Correlation of neighbors of the autoregressive process."""
+    processes: Mapping[str, TokenProcess] = field(default_factory=dict)
+    """Measured tokens by attention name; they replace the assumed ones there."""
+    offset: int = 0
+    """Distance between query and key at which a rotary form is taken."""
+    eigenvalues: bool = True
+    """Whether to take eigenvalues and singular values, and what follows from them."""
+    method: RhoMethod = "gaussian"
+    """`exact` takes up to a second per head."""
+
+    def __post_init__(self) -> None:
+        if self.offset < 0:
+            raise ConfigError(
+                f"offset must be zero or more, got {self.offset}.",
+                hint="it counts the tokens from the key to the query.",
+            )
+        if self.method not in _METHODS:
+            raise ConfigError(
+                f"unknown method {self.method!r}.", hint=f"one of {', '.join(_METHODS)}."
+            )
+        lengths = sorted({one.tokens for one in (self.assumed, *self.processes.values())})
+        if len(lengths) > 1 and self.processes:
+            raise ConfigError(
+                f"the processes have different lengths: {', '.join(map(str, lengths))}.",
+                hint=f"pass tokens={lengths[0]} or measure again.",
+            )
+
+    @cached_property
+    def assumed(self) -> TokenProcess:
+        """The tokens of layers that were not measured."""
+        if isinstance(self.process, TokenProcess):
+            return self.process
+        return named_process(self.process, self.tokens, phi=self.phi)
+
+    @property
+    def length(self) -> int:
+        """T."""
+        return self.assumed.tokens
+
+    @property
+    def words(self) -> str:
+        """The tokens, in words."""
+        said = (
+            "tokens of a given process"
+            if isinstance(self.process, TokenProcess)
+            else _WORDS[self.process].format(phi=self.phi)
+        )
+        if self.processes:
+            said = f"measured tokens of {len(self.processes)} layers; elsewhere {said}"
+        return f"T = {self.length}, {said}"
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """Where rows keep ρ, from the first token to the last."""
+        count = min(self.length, POSITIONS + 1)
+        steps = (round(1 + k * (self.length - 1) / (count - 1)) for k in range(count))
+        return tuple(dict.fromkeys(steps))
+
+
+def audit_checkpoint(
+    source: str | Path,
+    *,
+    base: str | Path | None = None,
+    config: Mapping[str, Any] | None = None,
+    recipes: Sequence[Recipe] = RECIPES,
+    report: Report | None = None,
+    **settings: Any,
+) -> Audit:
+    """Audit a folder, a file, a URL or a hub id, one layer's queries and keys at a time.
+
+    `base` is what a LoRA adapter stands on; `config` completes what the checkpoint says of itself;
+    `report(done, total)` hears of every layer.  The rest is `AuditSettings`.
+    """
+    chosen = _settings(settings)
+    with open_checkpoint(source, base=base, config=config) as checkpoint:
+        found, skipped = layouts(checkpoint.shapes, checkpoint.config, recipes=recipes)
+        readable = _stored(checkpoint, found)
+        rows, more = _rows(readable, len(found), chosen, report)
+        return _audit(
+            chosen,
+            rows,
+            name=checkpoint.name,
+            format=checkpoint.format,
+            layouts=found,
+            caveats=checkpoint.caveats,
+            skipped=(*skipped, *more),
+            bytes_read=checkpoint.bytes_read,
+        )
+
+
+def audit_model(
+    model: nn.Module,
+    *,
+    name: str | None = None,
+    recipes: Sequence[Recipe] = RECIPES,
+    pairs: Sequence[AnyPair] | None = None,
+    report: Report | None = None,
+    **settings: Any,
+) -> Audit:
+    """Audit a live model, LoRA and parametrizations as they act now; see `audit_checkpoint`.
+
+    >>> audit = audit_model(nn.TransformerEncoderLayer(8, 2), tokens=16)
+    >>> [(row.layer, row.head, row.head_dim) for row in audit.rows]
+    [(0, 0, 4), (0, 1, 4)]
+    """
+    chosen = _settings(settings)
+    found, skipped = discover(model, recipes=recipes, pairs=pairs)
+    readable: list[Readable] = [
+        (live.layout, lambda live=live: {k: one.read() for k, one in live.sources.items()})  # type: ignore[misc]
+        for live in found
+    ]
+    with torch.no_grad():
+        rows, more = _rows(readable, len(found), chosen, report)
+    return _audit(
+        chosen,
+        rows,
+        name=name or type(model).__name__,
+        format="module",
+        layouts=[live.layout for live in found],
+        skipped=(*skipped, *more),
+    )
+
+
+def _settings(values: Mapping[str, Any]) -> AuditSettings:
+    known = AuditSettings.__dataclass_fields__
+    for name in values:
+        if name not in known:
+            raise ConfigError(f"unknown setting {name!r}.", hint=f"one of {', '.join(known)}.")
+    return AuditSettings(**{k: v for k, v in values.items() if v is not None})
+
+
+def _stored(checkpoint: Checkpoint, found: Iterable[AttentionLayout]) -> Iterator[Readable]:
+    for layout in found:
+        yield layout, lambda layout=layout: checkpoint.read(layout.tensors)  # type: ignore[misc]
+
+
+def _rows(
+    readable: Iterable[Readable], total: int, settings: AuditSettings, report: Report | None
+) -> tuple[list[HeadRecord], list[Skipped]]:
+    rows: list[HeadRecord] = []
+    skipped: list[Skipped] = []
+    auditor = Auditor(settings)
+    with one_thread():
+        for done, (layout, read) in enumerate(readable, 1):
+            try:
+                rows += auditor.layer(layout, read())
+            except LocaterError as error:
+                skipped.append(Skipped(name=layout.name, reason=error.message))
+            if report is not None:
+                report(done, total)
+    return rows, skipped
+
+
+class Auditor:
+    """Audits one layer after the other under the same settings and the same drawn tokens."""
+
+    def __init__(self, settings: AuditSettings) -> None:
+        self.settings = settings
+        self._assumed = LogitDraws.of(settings.assumed)
+
+    def layer(self, layout: AttentionLayout, tensors: Tensors) -> list[HeadRecord]:
+        """The rows of one attention, a few key heads at a time."""
+        tokens = self.settings.length
+        rows: list[HeadRecord] = []
+        for key_heads in blocks(layout):
+            form = layout.form(readable(tensors), distances=tokens, key_heads=key_heads)
+            rows += self._block(layout, form, first=len(rows))
+        return rows
+
+    def _block(self, layout: AttentionLayout, form: QKForm, *, first: int) -> list[HeadRecord]:
+        settings, share = self.settings, layout.heads // layout.kv_heads
+        process = settings.processes.get(layout.name, settings.assumed)
+        grams = Grams.of(form, process.covariance, share=share, offset=settings.offset)
+        columns = spectral_columns(grams, form.temperature, eigenvalues=settings.eigenvalues)
+        plain, own = grams, columns
+        if process.covariance is not None:  # the null is about the weights themselves
+            plain = Grams.of(form, share=share, offset=settings.offset)
+            own = spectral_columns(plain, form.temperature, eigenvalues=settings.eigenvalues)
+        columns |= null_columns(plain, own, head_dim=layout.head_dim, model=layout.model)
+        moments = grams.moments(form, process, is_cross=layout.kind == "cross")
+        profile = rho_profile(moments, method=settings.method)
+        regime = regime_of(profile, columns["r"])
+        entropy, error, bound = self._drawn(process).entropy(moments)
+        kept = torch.tensor(settings.positions) - 1
+        columns |= {
+            "tokens_on": regime.count,
+            "first_on": regime.first,
+            "last_on": regime.last,
+            "peak": profile.peak,
+            "entropy": entropy,
+            "entropy_error": error,
+            "entropy_bound": bound,
+            "effective_tokens": entropy.exp(),
+            "rho": profile.rho[:, kept],
+        }
+        lists = {name: column.tolist() for name, column in columns.items()}
+        return [
+            _record(layout, first + head, regime.names[head], lists, head, settings.length)
+            for head in range(form.query.shape[0])
+        ]
+
+    def _drawn(self, process: TokenProcess) -> LogitDraws:
+        """One process' draws; measured ones are used once and not kept."""
+        if process is not self.settings.assumed:
+            return LogitDraws.of(process)
+        return self._assumed
+
+
+def blocks(layout: AttentionLayout) -> Iterator[slice]:
+    """Key heads that are audited together: about 50 MB of factors in float64."""
+    share = layout.heads // layout.kv_heads
+    bytes_each = (share + 1) * layout.head_dim * layout.model * 8
+    step = max(1, _BLOCK_BYTES // bytes_each)
+    return (slice(start, start + step) for start in range(0, layout.kv_heads, step))
+
+
+def readable(tensors: Tensors) -> Tensors:
+    """8-bit floats in a type that torch can calculate with; others as they are."""
+    return {
+        name: value.float() if value.is_floating_point() and value.element_size() < 2 else value
+        for name, value in tensors.items()
+    }
+
+
+def _record(
+    layout: AttentionLayout,
+    head: int,
+    regime: str,
+    columns: Mapping[str, list[Any]],
+    place: int,
+    tokens: int,
+) -> HeadRecord:
+    values = {name: _plain(name, column[place]) for name, column in columns.items()}
+    verdict, reason = judge(
+        entropy=values["entropy"],
+        entropy_bound=values["entropy_bound"],
+        peak=values["peak"],
+        tokens=tokens,
+        qk_norm=layout.qk_norm,
+    )
+    return HeadRecord(
+        name=layout.name,
+        part=layout.part,
+        kind=layout.kind,
+        layer=layout.layer,
+        head=head,
+        kv_head=head // (layout.heads // layout.kv_heads),
+        model=layout.model,
+        head_dim=layout.head_dim,
+        temperature=layout.temperature,
+        regime=regime,
+        verdict=verdict,
+        reason=reason,
+        **values,
+    )
+
+
+def _plain(name: str, value: Any) -> Any:
+    """Lists as tuples, and None for a number that does not exist."""
+    if name in LIST_COLUMNS:
+        return tuple(value)
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _audit(
+    settings: AuditSettings,
+    rows: list[HeadRecord],
+    *,
+    layouts: Sequence[AttentionLayout],
+    caveats: Iterable[str] = (),
+    skipped: Sequence[Skipped],
+    **about: Any,
+) -> Audit:
+    if not rows:
+        reasons = "; ".join(f"{one.name or 'the model'}: {one.reason}" for one in skipped[:4])
+        raise InputError(
+            f"no attention of {about['name']} could be read. {reasons or 'It has no layers'}.",
+            hint="give its config (config.json, --heads), or a Recipe for its tensors.",
+        )
+    said = [*caveats, *_caveats(settings, layouts)]
+    return Audit(
+        tokens=settings.length,
+        process=settings.words,
+        method=_METHODS[settings.method],
+        positions=settings.positions,
+        rows=tuple(rows),
+        caveats=tuple(dict.fromkeys(said)),
+        skipped=tuple(skipped),
+        **about,
+    )
+
+
+def _caveats(settings: AuditSettings, layouts: Sequence[AttentionLayout]) -> Iterator[str]:
+    """What holds for all rows, then what holds for some layers, each said once."""
+    if not settings.processes:
+        yield (
+            "no text was read: ρ, entropies and verdicts are those of assumed tokens "
+            f"({settings.words})"
+        )
+    if any(layout.rotary for layout in layouts):
+        where = (
+            "a query and a key at the same position"
+            if not settings.offset
+            else f"a key {settings.offset} tokens before its query"
+        )
+        yield f"rotary heads are taken at offset {settings.offset}: W_Qᵀ R W_K of {where}"
+    counts: dict[str, int] = {}
+    for layout in layouts:
+        for caveat in layout.caveats:
+            counts[caveat] = counts.get(caveat, 0) + 1
+    for caveat, count in counts.items():
+        yield caveat if count == len(layouts) else f"{caveat} ({count} of {len(layouts)} layers)"
