@@ -5,7 +5,13 @@ import pytest
 import torch
 
 from locater.core.profile import Profile
-from locater.report.fig5 import entropy_records, fig5_chart, findings, rho_records
+from locater.report.fig5 import (
+    entropy_records,
+    fig5_chart,
+    fig5_verdicts,
+    findings,
+    rho_records,
+)
 from locater.simulation import SimulateConfig, Simulation, UnitResult, simulate
 
 FLAT = [1.0, 1.0, 1.0, 1.0]
@@ -150,3 +156,12 @@ def test_the_chart_is_valid_described_and_says_what_was_found() -> None:
         rho, entropy = row["hconcat"]
         assert rho["spec"]["description"]
         assert entropy["description"]
+
+
+def test_verdicts_on_fig_5_follow_the_simulation() -> None:
+    as_the_paper_says = grid((FLAT, 0.5), (FLAT, 0.5), (SHARP, 0.9), (WIDER, 0.9))
+    verdicts = fig5_verdicts("one", as_the_paper_says)
+    assert [verdict.outcome for verdict in verdicts] == ["reproduced"] * 3
+    otherwise = grid((SHARP, 0.9), (SHARP, 0.9), (SHARP, 0.5), (ALIKE, 0.9))
+    assert [v.outcome for v in fig5_verdicts("one", otherwise)] == ["differs"] * 3
+    assert fig5_verdicts("few", made({(0.0, 0.1): (SHARP, 0.5)})) == []

@@ -1,5 +1,5 @@
+import json
 import re
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -8,9 +8,8 @@ import pytest
 from locater.errors import LocaterError
 from locater.files import write_file
 from locater.report import curves, figures
-from locater.report.page import Section, render_page
-from locater.report.reproduce import PARTS, ReproduceConfig, reproduce
-from locater.simulation import preset
+from locater.report.page import Section, render_page, script_json
+from locater.report.verdicts import Verdict
 
 HOSTILE = '<script>alert("x")</script><img src=x onerror=alert(1)>'
 
@@ -31,8 +30,8 @@ def test_hostile_words_stay_words() -> None:
     plain = render_page(HOSTILE, [section], intro=HOSTILE, footer=HOSTILE)
     tags = _Tags(plain).tags
     assert not [tag for tag, _ in tags if tag == "img"]
-    # the library, our own few lines, and the chart's data
-    assert len([tag for tag, _ in tags if tag == "script"]) == 3
+    # the chart's data, the library, our own lines, and the call that draws
+    assert len([tag for tag, _ in tags if tag == "script"]) == 4
 
 
 def test_page_asks_for_nothing_from_outside() -> None:
@@ -42,31 +41,38 @@ def test_page_asks_for_nothing_from_outside() -> None:
     assert outside == []
 
 
-def test_reproduce_writes_the_page_with_all_figures_and_errata(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small = {
-        name: replace(panel, draws=2, sequences=20, model=8, tokens=6)
-        for name, panel in preset("fig5").items()
-    }
-    monkeypatch.setattr("locater.report.reproduce.preset", lambda _: small)
-    said: list[str] = []
-    page = reproduce(ReproduceConfig(out=tmp_path), report=said.append)
-    html = page.read_text()
-    assert [line.split()[-1] for line in said] == list(PARTS)
-    keys = ["fig1", "fig2", "fig3", "fig4", "fig5", "fig5-beyond", "errata"]
-    assert re.findall(r'<section id="([^"]+)"', html) == keys
-    assert html.count('data-chart="') == 6
-    assert len(html) < 5_000_000
-    exports = {path.name for path in (tmp_path / "figures").iterdir()}
-    assert exports == {f"{key}.{suffix}" for key in keys[:-1] for suffix in ("svg", "png", "pdf")}
+def test_json_in_a_script_cannot_end_it() -> None:
+    data = {"name": "</script><!-- & \u2028 \u2029 <script>"}
+    text = script_json(data)
+    assert not set(text) & set("<>&\u2028\u2029")
+    assert json.loads(text) == data
 
 
-def test_only_the_named_parts_are_made(tmp_path: Path) -> None:
-    config = ReproduceConfig(out=tmp_path, only="fig4, fig1", exports=False)
-    html = reproduce(config).read_text()
-    assert re.findall(r'<section id="([^"]+)"', html) == ["fig1", "fig4"]
-    assert not (tmp_path / "figures").exists()
+def test_a_number_that_json_lacks_is_refused() -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        script_json({"rho": float("nan")})
+
+
+def test_every_chart_says_what_it_shows() -> None:
+    chart = {"hconcat": [{"description": "left one"}, {"description": "right one"}], "data": {}}
+    html = render_page("page", [Section(key="two", title="Two", chart=chart)])
+    labels = [a.get("aria-label") for tag, a in _Tags(html).tags if a.get("role") == "img"]
+    assert labels == ["left one right one"]
+
+
+def test_verdicts_come_first_and_lead_to_their_sections() -> None:
+    verdicts = [
+        Verdict(where=HOSTILE, claim="a", outcome="differs", found="1", section="here"),
+        Verdict(where="Eq. 5", claim="b", outcome="reproduced", found="2", section="elsewhere"),
+    ]
+    headline = Section(key="headline", title="Headline")
+    sections = [Section(key="here", title="Here")]
+    html = render_page("page", sections, verdicts=verdicts, headline=headline)
+    assert re.findall(r'<section id="([^"]+)"', html) == ["verdicts", "headline", "here"]
+    table = html[html.index("<table") : html.index("</table>")]
+    assert re.findall(r'href="#([^"]+)"', table) == ["here"]  # no link that leads nowhere
+    assert "<script" not in table
+    assert "2 claims: 1 reproduced, 1 came out otherwise, 0 on which the paper is wrong" in table
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_rubbish(

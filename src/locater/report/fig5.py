@@ -9,6 +9,7 @@ from typing import Any
 import altair as alt
 
 from locater.report.figures import SCALE
+from locater.report.verdicts import Verdict
 from locater.simulation import Simulation
 
 Record = dict[str, Any]
@@ -59,9 +60,8 @@ def findings(simulation: Simulation) -> list[str]:
 
     Nothing is said where the pairs are no grid of several means and scales.
     """
-    rows = {(row["mean"], row["scale"]): row for row in simulation.summary()}
-    means, scales = (sorted({pair[k] for pair in rows}) for k in (0, 1))
-    if min(len(means), len(scales)) < 2 or len(rows) < len(means) * len(scales):
+    rows, means, scales = _grid(simulation)
+    if not rows:
         return []
     most, least, wide, narrow = means[-1], means[0], scales[-1], scales[0]
     top, low = rows[most, narrow], rows[least, narrow]
@@ -79,6 +79,53 @@ def findings(simulation: Simulation) -> list[str]:
     ]
 
 
+def fig5_verdicts(name: str, simulation: Simulation) -> list[Verdict]:
+    """The paper's three readings of one panel of Fig. 5; none where the pairs are no grid."""
+    rows, means, scales = _grid(simulation)
+    if not rows:
+        return []
+    most, least, wide, narrow = means[-1], means[0], scales[-1], scales[0]
+    top, low, broad = rows[most, narrow], rows[least, narrow], rows[most, wide]
+    gap, noise = _entropy_gap(low, top)
+    limit = math.log(simulation.config.tokens)
+    return [
+        Verdict(
+            where=f"Fig. 5, {name}",
+            claim="ρ localizes as the mean of the eigenvalues grows.",
+            outcome="reproduced" if _share(low, top) < 0.99 else "differs",
+            found=f"{_verdict(low, top)}, from mean {least:g} to {most:g}",
+            section="fig5",
+        ),
+        Verdict(
+            where=f"Fig. 5, {name}",
+            claim="ρ localizes as the scale of the eigenvalues shrinks.",
+            outcome="reproduced" if _share(broad, top) < 0.99 else "differs",
+            found=f"{_verdict(broad, top)}, from scale {wide:g} to {narrow:g} at mean {most:g}",
+            section="fig5",
+        ),
+        Verdict(
+            where=f"Sec. 5, Fig. 5, {name}",
+            claim="Localized attention does not collapse: its entropy is high.",
+            outcome="reproduced" if gap > -noise else "differs",
+            found=f"{top['entropy']:.2f} nats where ρ is localized (mean {most:g}), "
+            f"{low['entropy']:.2f} where it is not (mean {least:g}), of at most {limit:.2f} "
+            f"(± {noise:.2f})",
+            section="fig5",
+        ),
+    ]
+
+
+def _grid(
+    simulation: Simulation,
+) -> tuple[dict[tuple[float, float], Record], list[float], list[float]]:
+    """Rows by (mean, scale), the means and the scales; no rows without a grid of several."""
+    rows = {(row["mean"], row["scale"]): row for row in simulation.summary()}
+    means, scales = (sorted({pair[k] for pair in rows}) for k in (0, 1))
+    if min(len(means), len(scales)) < 2 or len(rows) < len(means) * len(scales):
+        return {}, means, scales
+    return rows, means, scales
+
+
 def _share(before: Record, after: Record) -> float:
     return float(after["participation"] / before["participation"])
 
@@ -92,11 +139,16 @@ def _verdict(before: Record, after: Record) -> str:
 
 def _entropy_change(before: Record, after: Record) -> str:
     """What a smaller scale does to the entropy, within two standard errors."""
-    gap = after["entropy"] - before["entropy"]
-    noise = 2 * math.hypot(after["entropy_error"], before["entropy_error"])
+    gap, noise = _entropy_gap(before, after)
     word = "no change" if abs(gap) <= noise else "yes" if gap > 0 else "no, it falls"
     values = f"{before['entropy']:.3f} → {after['entropy']:.3f} (± {noise:.3f})"
     return f"mean {after['mean']:g} {word}: {values}"
+
+
+def _entropy_gap(before: Record, after: Record) -> tuple[float, float]:
+    """The difference and two of its standard errors."""
+    noise = 2 * math.hypot(after["entropy_error"], before["entropy_error"])
+    return after["entropy"] - before["entropy"], noise
 
 
 def fig5_chart(simulations: Mapping[str, Simulation], *, title: str) -> alt.VConcatChart:
@@ -114,7 +166,7 @@ def _row(name: str, simulation: Simulation) -> alt.HConcatChart:
         "mean:N",
         title="mean of eigenvalues",
         scale=alt.Scale(domain=means, range=SCALE[: len(means)]),
-        legend=alt.Legend(orient="top"),
+        legend=alt.Legend(orient="top", symbolOpacity=1),
     )
     base = alt.Chart().encode(
         x=alt.X("theta:Q", title="θ = i/T", scale=alt.Scale(domain=[0, 1])), color=color
@@ -137,7 +189,7 @@ def _row(name: str, simulation: Simulation) -> alt.HConcatChart:
         )
         .facet(
             column=alt.Column(
-                "scale:Q",
+                "scale:O",
                 title=None,
                 sort=scales,
                 header=alt.Header(labelExpr="'scale ' + datum.value"),

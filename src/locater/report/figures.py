@@ -93,10 +93,10 @@ def rho_grid_chart(records: Sequence[Record]) -> alt.FacetChart:
     panel.encoding.y.axis = alt.Axis(values=[0, 0.5, 1], title="ρ")
     return panel.facet(
         column=alt.Column(
-            "xi:Q", title="ξ = tr W / √tr W²", header=alt.Header(labelExpr="'ξ = ' + datum.value")
+            "xi:O", title="ξ = tr W / √tr W²", header=alt.Header(labelExpr="'ξ = ' + datum.value")
         ),
         row=alt.Row(
-            "eta:Q",
+            "eta:O",
             title="η = √tr W² / λ",
             sort=etas,
             header=alt.Header(labelExpr="'η = ' + datum.value"),
@@ -149,17 +149,18 @@ def specification(chart: alt.TopLevelMixin) -> dict[str, Any]:
 
 
 def save_chart(chart: alt.TopLevelMixin | dict[str, Any], path: Path) -> Path:
-    """Write one chart as .html (self-contained), .svg, .png, .pdf or .json (the specification)."""
+    """Write a chart as .html (self-contained), .svg, .png, .pdf or .json (the specification)."""
+    spec = chart if isinstance(chart, dict) else specification(chart)
+    kind = "vega" if "/schema/vega/" in spec.get("$schema", "") else "vegalite"
     writers: dict[str, Callable[[dict[str, Any]], str | bytes]] = {
-        ".html": lambda spec: vl_convert.vegalite_to_html(spec, bundle=True),
-        ".svg": lambda spec: vl_convert.vegalite_to_svg(spec),
-        ".png": lambda spec: vl_convert.vegalite_to_png(spec, scale=2),
-        ".pdf": lambda spec: vl_convert.vegalite_to_pdf(spec),
+        ".html": lambda spec: getattr(vl_convert, f"{kind}_to_html")(spec, bundle=True),
+        ".svg": getattr(vl_convert, f"{kind}_to_svg"),
+        ".png": lambda spec: getattr(vl_convert, f"{kind}_to_png")(spec, scale=2),
+        ".pdf": getattr(vl_convert, f"{kind}_to_pdf"),
         ".json": json.dumps,
     }
     if path.suffix not in writers:
         raise ConfigError(
             f"cannot write a figure as {path.name!r}.", hint="use one of: " + ", ".join(writers)
         )
-    spec = chart if isinstance(chart, dict) else specification(chart)
     return write_file(path, writers[path.suffix](spec))

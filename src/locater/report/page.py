@@ -3,37 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from importlib.resources import files
 from typing import Any
 
 from markdown_it import MarkdownIt
 
 from locater.errors import MissingExtraError
+from locater.report.verdicts import Verdict, verdict_table
 
-_STYLE = """
-:root { color-scheme: light dark; --line: #8884; --muted: #767676; }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 68rem; margin: 0 auto; padding: 1rem; }
-h1 { font-size: 1.7rem; } h2 { font-size: 1.25rem; margin-top: 2.5rem; }
-figure { margin: 1rem 0; } figcaption { color: var(--muted); max-width: 46rem; }
-.chart, .table { overflow-x: auto; }
-.chart { background: #fff; border-radius: 6px; padding: .5rem; }
-table { border-collapse: collapse; font-size: .92rem; }
-th, td { border-bottom: 1px solid var(--line); padding: .3rem .6rem; text-align: left;
-  vertical-align: top; }
-nav a { margin-right: 1rem; } footer { margin-top: 3rem; color: var(--muted); font-size: .85rem; }
-code { font-size: .9em; }
-"""
-_SCRIPT = """
-for (const node of document.querySelectorAll("script[data-chart]")) {
-  const box = document.getElementById(node.dataset.chart);
-  vegaEmbed(box, JSON.parse(node.textContent), {actions: {export: true, source: false,
-    compiled: false, editor: false}, renderer: "svg"})
-    .then(() => { box.dataset.drawn = "yes"; })
-    .catch(error => { box.textContent = "This figure could not be drawn: " + error; });
-}
-"""
+# the page could not fetch anything if it wanted to; Vega compiles its expressions
+_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval'; style-src 'unsafe-inline'; "
+    "img-src data: blob:; base-uri 'none'; form-action 'none'"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,53 +31,106 @@ class Section:
     text: str = ""
     """Markdown; raw HTML in it is shown as text."""
     chart: dict[str, Any] | None = None
-    """A Vega-Lite specification."""
+    """A Vega-Lite or Vega specification."""
     caption: str = ""
+    before: str = ""
+    """HTML of our own (never a reader's words) ahead of the chart."""
+    after: str = ""
+    """The same, behind the chart."""
+    script: str = ""
+    """JavaScript of our own, run once after the page is there."""
 
 
 def render_page(
-    title: str, sections: Sequence[Section], *, intro: str = "", footer: str = ""
+    title: str,
+    sections: Sequence[Section],
+    *,
+    intro: str = "",
+    footer: str = "",
+    verdicts: Sequence[Verdict] = (),
+    headline: Section | None = None,
 ) -> str:
-    """Make the HTML text; every string is escaped, nothing is fetched when it is read."""
+    """Make the HTML text; every string is escaped, nothing is fetched when it is read.
+
+    The verdicts come first, then the headline, then a list of the sections.
+    """
     markdown = MarkdownIt("commonmark", {"html": False}).enable("table")
 
     def words(text: str) -> str:
         html = markdown.render(text)
-        return html.replace("<table>", '<div class="table"><table>').replace(
+        return html.replace("<table>", '<div class="table" tabindex="0"><table>').replace(
             "</table>", "</table></div>"
         )
 
-    parts = [
-        f'<section id="{escape(section.key)}"><h2>{escape(section.title)}</h2>'
-        + _figure(section)
-        + words(section.text)
-        + "</section>"
-        for section in sections
-    ]
-    links = "".join(f'<a href="#{escape(s.key)}">{escape(s.title)}</a>' for s in sections)
-    scripts = ""
-    if any(section.chart for section in sections):
-        scripts = f"<script>{_vega()}</script><script>{_SCRIPT}</script>"
+    def whole(section: Section) -> str:
+        return (
+            f'<section id="{escape(section.key)}"><h2>{escape(section.title)}</h2>'
+            f"{section.before}{_figure(section)}{section.after}{words(section.text)}</section>"
+        )
+
+    everything = [*([headline] if headline else []), *sections]
+    verdict = verdict_table(verdicts, {section.key for section in everything})
+    links = [("verdicts", "Verdicts")] if verdicts else []
+    links += [(section.key, section.title) for section in everything]
+    items = "".join(f'<li><a href="#{escape(k)}">{escape(name)}</a></li>' for k, name in links)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>"
-        f"<main><h1>{escape(title)}</h1>{words(intro)}<nav>{links}</nav>{''.join(parts)}</main>"
-        f"<footer>{words(footer)}</footer>{scripts}</body></html>\n"
+        f"<title>{escape(title)}</title><style>{asset('page.css')}</style></head><body>"
+        '<a class="skip" href="#content">Skip to the content</a>'
+        f"<header><h1>{escape(title)}</h1>{words(intro)}</header>"
+        f'<nav aria-label="Sections"><ul>{items}</ul></nav><main id="content" tabindex="-1">'
+        f"{verdict}{''.join(map(whole, everything))}</main><footer>{words(footer)}</footer>"
+        f"{_scripts(everything)}</body></html>\n"
     )
+
+
+def asset(name: str) -> str:
+    """The text of one of the page's own style sheets and scripts."""
+    return (files("locater.report") / "assets" / name).read_text(encoding="utf-8")
+
+
+def script_json(data: Any) -> str:
+    """JSON that cannot end the script element it stands in, nor open another."""
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    for letter in ("<", ">", "&", "\u2028", "\u2029"):
+        text = text.replace(letter, f"\\u{ord(letter):04x}")
+    return text
+
+
+def descriptions(spec: Any) -> Iterator[str]:
+    """What a chart says about itself and its panels."""
+    if isinstance(spec, dict):
+        if isinstance(spec.get("description"), str):
+            yield spec["description"]
+        for key, value in spec.items():
+            if key not in ("data", "datasets"):
+                yield from descriptions(value)
+    elif isinstance(spec, list):
+        for value in spec:
+            yield from descriptions(value)
 
 
 def _figure(section: Section) -> str:
     if section.chart is None:
         return ""
-    # "</script>" inside a string of the specification must not end the script element
-    spec = json.dumps(section.chart, ensure_ascii=False).replace("<", "\\u003c")
     chart = f"{escape(section.key)}-chart"
+    label = escape(" ".join(dict.fromkeys(descriptions(section.chart))) or section.title)
     return (
-        f'<figure><div class="chart" id="{chart}"></div>'
+        f'<figure><div class="chart" id="{chart}" role="img" aria-label="{label}"></div>'
         f"<figcaption>{escape(section.caption)}</figcaption></figure>"
-        f'<script type="application/json" data-chart="{chart}">{spec}</script>'
+        f'<script type="application/json" data-chart="{chart}">{script_json(section.chart)}'
+        "</script>"
     )
+
+
+def _scripts(sections: Sequence[Section]) -> str:
+    own = [section.script for section in sections if section.script]
+    if not own and not any(section.chart for section in sections):
+        return ""
+    parts = [_vega(), asset("page.js"), *own, "locater.drawAll();"]
+    return "".join(f"<script>{part}</script>" for part in parts)
 
 
 def _vega() -> str:

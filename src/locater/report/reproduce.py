@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import blake2b
 from importlib.metadata import version
-from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
 
 from locater.engines import one_thread
 from locater.errors import ConfigError
 from locater.files import write_file
-from locater.report import curves, figures
-from locater.report.fig5 import fig5_chart
+from locater.report import figures
 from locater.report.page import Section, render_page
-from locater.simulation import preset, simulate
+from locater.report.parts import PARTS, Context, Result, Scale
 
-Scale = Literal["quick", "cpu", "paper"]
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,17 +28,25 @@ class ReproduceConfig:
     scale: Scale = "quick"
     """How much to run: minutes on two cores, hours on them, or a GPU."""
     out: Path = Path("out")
-    """Folder for the page and the figures."""
+    """Folder for the page and the figures; what is finished there is not made again."""
     only: str = ""
     """Parts to make, separated by commas (fig1,errata); all by default."""
+    data: Path | None = None
+    """Texts for the parts that train; the others do without."""
     exports: bool = True
     """Write every figure as SVG, PNG and PDF too."""
+    fresh: bool = False
+    """Make every part again, even if it is finished."""
 
     def __post_init__(self) -> None:
         unknown = [part for part in self.parts if part not in PARTS]
         if unknown:
             raise ConfigError(
                 f"unknown part {unknown[0]!r}.", hint="choose among: " + ", ".join(PARTS) + "."
+            )
+        if self.data is not None and not self.data.exists():
+            raise ConfigError(
+                f"there is nothing at {self.data}.", hint="--data is a folder or file of text."
             )
 
     @property
@@ -52,129 +59,132 @@ class ReproduceConfig:
         ] or [*PARTS]
 
 
-@dataclass(frozen=True)
-class _Figure:
-    """How one figure is made and what to see in it."""
+def reproduce(config: ReproduceConfig, *, report: Say = lambda _: None) -> Path:
+    """Make the parts that were asked for and return the path of the page.
 
-    title: str
-    chart: Callable[[list[dict[str, Any]]], Any]
-    records: Callable[[], list[dict[str, Any]]]
-    caption: str
-
-
-_FIGURES = {
-    "fig1": _Figure(
-        "Figure 1: softmax and its piecewise form",
-        figures.softmax_chart,
-        curves.softmax_curves,
-        "A token's gate is open where the piecewise line is neither 0 nor 1. The two touch at "
-        "the origin only: ρ tells where gradients pass the linearized softmax, not how much "
-        "attention a token gets.",
-    ),
-    "fig2": _Figure(
-        "Figure 2: ρ(θ) over the (ξ, η) grid",
-        figures.rho_grid_chart,
-        curves.rho_grid,
-        "With the right variance (blue) attention localizes more sharply than printed (vermilion): "
-        "at ξ = 10, η = 1 the peak is .91, not .36. At ξ = 0 it is the middle that stays open, not "
-        "all tokens alike. At finite length (green) and small η every gate is open: the 1/T that "
-        "the paper drops decides.",
-    ),
-    "fig3": _Figure(
-        "Figure 3: the localization threshold",
-        figures.threshold_chart,
-        curves.threshold_curves,
-        "Below ξη = 2 all late tokens are on, above it only those up to θ = 1/2 + 1/(ξη). This "
-        "figure of the paper is right; η is 0.01, not the 0.02 of its text.",
-    ),
-    "fig4": _Figure(
-        "Figure 4: the entropy lower bound",
-        figures.entropy_bound_chart,
-        curves.entropy_curves,
-        "The bound that logits of a given norm attain only falls. The printed one exceeds ln T, "
-        "the largest entropy there is, for every ν up to 10: its peak, and the advice drawn from "
-        "it, are artefacts of a misprint.",
-    ),
-}
-PARTS = (*_FIGURES, "fig5", "errata")
-
-
-def reproduce(config: ReproduceConfig, *, report: Callable[[str], None] = lambda _: None) -> Path:
-    """Make the parts that were asked for and return the path of the page."""
+    A finished part is kept under `out/parts` by the digest of what decides it (the program's own
+    text, versions, scale, data), so that an interrupted run loses the part in work at most.
+    """
     started = time.perf_counter()
-    sections: list[Section] = []
+    source, clock = _source_digest(), _Clock(config, report)
+    results: dict[str, Result] = {}
     with one_thread():
-        for number, part in enumerate(config.parts, 1):
-            report(f"[{number}/{len(config.parts)}] {part}")
-            sections.extend(_section(part, config))
-    footer = (
-        f"Made by locater {version('locater')} with torch {version('torch')} on Python "
-        f"{platform.python_version()}, scale `{config.scale}`, in "
-        f"{time.perf_counter() - started:.0f} s."
-    )
+        for part in config.parts:
+            store = config.out / "parts" / f"{part}-{_digest(part, config, source)}.json"
+            clock.begin(part)
+            result = None if config.fresh else _load(store)
+            if result is None:
+                context = Context(
+                    scale=config.scale,
+                    store=config.out,
+                    data=config.data,
+                    progress=clock.progress,
+                )
+                result = PARTS[part].make(context)
+                write_file(store, json.dumps(result.to_dict(), ensure_ascii=False))
+            if config.exports:
+                _export(result, config.out / "figures", stamp=store)
+            results[part] = result
+            clock.end(part)
     page = render_page(
         "Where does attention look?",
-        sections,
+        [*(s for result in results.values() for s in result.sections), _settings(config)],
         intro="The paper *Self-attention Networks Localize When QK-eigenspectrum Concentrates* "
         "(Bao, Hataya, Karakida 2024, arXiv 2402.02098), computed again: exactly where it "
         "approximates, correctly where it slips.",
-        footer=footer,
+        footer=f"Made by locater {version('locater')} in {time.perf_counter() - started:.0f} s.",
+        verdicts=[verdict for result in results.values() for verdict in result.verdicts],
+        headline=next((r.headline for r in results.values() if r.headline), None),
     )
     return write_file(config.out / "index.html", page)
 
 
-def errata_text() -> str:
-    """`docs/errata.md`, from the installed package or from the source tree."""
-    packaged = files("locater.report") / "errata.md"
-    if packaged.is_file():
-        return packaged.read_text(encoding="utf-8")
-    return (Path(__file__).parents[3] / "docs" / "errata.md").read_text(encoding="utf-8")
+class _Clock:
+    """Says which part is in work and how long the rest may take."""
+
+    def __init__(self, config: ReproduceConfig, report: Say) -> None:
+        self.report, self.names = report, config.parts
+        self.cost = {part: PARTS[part].seconds[config.scale] for part in config.parts}
+        self.begun, self.part, self.spoke = 0.0, "", 0.0
+        self.spent = self.expected = 0.0
+
+    def begin(self, part: str) -> None:
+        self.begun = self.spoke = time.perf_counter()
+        self.part = part
+        place = self.names.index(part)
+        left = sum(self.cost[name] for name in self.names[place:])
+        self.report(f"[{place + 1}/{len(self.names)}] {part}{self._left(left)}")
+
+    def progress(self, done: int, total: int) -> None:
+        """Say how far the part is, at most every five seconds."""
+        now = time.perf_counter()
+        if now - self.spoke < 5 or not 0 < done < total:
+            return
+        self.spoke = now
+        rest = (now - self.begun) * (total - done) / done
+        later = sum(self.cost[n] for n in self.names[self.names.index(self.part) + 1 :])
+        self.report(f"    {self.part}: {done} of {total}{self._left(later, rest)}")
+
+    def end(self, part: str) -> None:
+        self.spent += time.perf_counter() - self.begun
+        self.expected += self.cost[part]
+
+    def _left(self, cost: float, measured: float = 0.0) -> str:
+        """The estimate, corrected by how fast the parts so far were."""
+        pace = self.spent / self.expected if self.expected > 5 else 1.0
+        seconds = measured + cost * pace
+        if seconds < 2:
+            return ""
+        return f", about {seconds:.0f} s left" if seconds < 90 else f", {seconds / 60:.0f} min left"
 
 
-def _section(part: str, config: ReproduceConfig) -> Iterator[Section]:
-    if part == "errata":
-        text = errata_text().split("\n", 1)[1]
-        yield Section(key="errata", title="What the paper says, and what is right", text=text)
-        return
-    if part == "fig5":
-        yield from _fig5(config)
-        return
-    figure = _FIGURES[part]
-    yield _figure(config, part, figure.title, figure.chart(figure.records()), figure.caption)
+def _settings(config: ReproduceConfig) -> Section:
+    packages = ("locater", "torch", "altair", "vl-convert-python", "numpy")
+    rows = [
+        ("scale", config.scale),
+        ("parts", ", ".join(config.parts)),
+        ("data", config.data or "none"),
+        ("seeds", "0 throughout; every sampler has a generator of its own"),
+        ("Python", f"{platform.python_version()} on {platform.platform()}"),
+        *((name, version(name)) for name in packages),
+    ]
+    lines = ["| setting | value |", "|---|---|", *(f"| {name} | `{text}` |" for name, text in rows)]
+    return Section(key="settings", title="Settings and versions", text="\n".join(lines))
 
 
-def _fig5(config: ReproduceConfig) -> Iterator[Section]:
-    """The paper's two panels, then others; resumed where it was interrupted."""
-    store = config.out / "simulate"
-    panels = preset("fig5")
-    simulations = {name: simulate(panel, store=store) for name, panel in panels.items()}
-    paper, beyond = (
-        dict(part) for part in (list(simulations.items())[:2], list(simulations.items())[2:])
-    )
-    yield _figure(
-        config,
-        "fig5",
-        "Figure 5: simulated signal propagation",
-        fig5_chart(
-            paper, title="Fig. 5  Simulated ρ (color, ± 2 s.e.) over the exact one (dashed)"
-        ),
-        "300 sequences for each of 10 drawn W_QK, 40 tokens, 128 dimensions. The first reading of "
-        "the paper holds: ρ localizes as the mean grows. The second does not: where ρ localizes, "
-        "attention entropy is at its lowest.",
-    )
-    yield _figure(
-        config,
-        "fig5-beyond",
-        "Figure 5, beyond the paper: other tokens, asymmetric forms",
-        fig5_chart(beyond, title="Fig. 5 for other tokens and for asymmetric W_QK"),
-        "Does localization survive without a random walk? With AR(1) tokens the late ones stay on; "
-        "with independent tokens ρ does not localize at all, while entropy collapses all the same.",
-    )
+def _export(result: Result, folder: Path, *, stamp: Path) -> None:
+    """Every figure as SVG, PNG and PDF, unless those of this very result are there."""
+    charts = [*result.sections, *([result.headline] if result.headline else [])]
+    for section in charts:
+        for suffix in (".svg", ".png", ".pdf") if section.chart else ():
+            path = folder / f"{section.key}{suffix}"
+            if not path.exists() or path.stat().st_mtime < stamp.stat().st_mtime:
+                assert section.chart is not None
+                figures.save_chart(section.chart, path)
 
 
-def _figure(config: ReproduceConfig, key: str, title: str, chart: Any, caption: str) -> Section:
-    spec = figures.specification(chart)
-    if config.exports:
-        for suffix in (".svg", ".png", ".pdf"):
-            figures.save_chart(spec, config.out / "figures" / f"{key}{suffix}")
-    return Section(key=key, title=title, chart=spec, caption=caption)
+def _source_digest() -> str:
+    """Of the program's own text: a changed formula makes its parts again."""
+    digest = blake2b(digest_size=8)
+    root = Path(__file__).parents[1]
+    for path in sorted(root.rglob("*")):
+        if path.suffix in (".py", ".js", ".css", ".md"):
+            digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _digest(part: str, config: ReproduceConfig, source: str) -> str:
+    data = None
+    if config.data is not None:
+        state = config.data.stat()
+        data = [str(config.data.resolve()), state.st_size, state.st_mtime_ns]
+    text = json.dumps([part, config.scale, data, source, version("torch"), version("altair")])
+    return blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _load(path: Path) -> Result | None:
+    """A finished part; one that cannot be read is made again."""
+    try:
+        return Result.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

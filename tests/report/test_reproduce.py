@@ -1,0 +1,113 @@
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from locater.errors import ConfigError
+from locater.report import parts
+from locater.report.page import Section
+from locater.report.parts import PARTS, Context, Part, Result
+from locater.report.reproduce import ReproduceConfig, reproduce
+from locater.report.verdicts import Verdict
+from locater.simulation import preset
+
+FREE = {"quick": 0.0, "cpu": 0.0, "paper": 0.0}
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Two small parts in place of the real ones; the names of those that ran."""
+    ran: list[str] = []
+
+    def maker(name: str) -> Part:
+        def make(context: Context) -> Result:
+            ran.append(name)
+            if (context.store / f"break-{name}").exists():
+                raise KeyboardInterrupt
+            verdict = Verdict(where=name, claim="c", outcome="reproduced", found="1", section=name)
+            section = Section(key=name, title=f"the {name}")
+            return Result(sections=(section,), verdicts=(verdict,))
+
+        return Part(make, FREE)  # type: ignore[arg-type]
+
+    kept = dict(PARTS)
+    PARTS.clear()
+    PARTS.update({name: maker(name) for name in ("one", "two")})
+    yield ran
+    PARTS.clear()
+    PARTS.update(kept)
+
+
+def test_reproduce_writes_the_page_with_all_figures_and_errata(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = {
+        name: replace(panel, draws=2, sequences=20, model=8, tokens=6)
+        for name, panel in preset("fig5").items()
+    }
+    monkeypatch.setattr(parts, "preset", lambda _: small)
+    said: list[str] = []
+    page = reproduce(ReproduceConfig(out=tmp_path), report=said.append)
+    html = page.read_text()
+    assert [re.split(r"[ ,]", line)[1] for line in said if line.startswith("[")] == list(PARTS)
+    charts = ["explorer", "fig1", "fig2", "fig3", "fig4", "fig5", "fig5-beyond"]
+    sections = re.findall(r'<section id="([^"]+)"', html)
+    assert sections == ["verdicts", *charts, "errata", "settings"]
+    assert html.count('data-chart="') == len(charts)
+    assert len(html) < 5_000_000
+    exports = {path.name for path in (tmp_path / "figures").iterdir()}
+    assert exports == {f"{key}.{suffix}" for key in charts for suffix in ("svg", "png", "pdf")}
+
+
+def test_only_the_named_parts_are_made(tmp_path: Path) -> None:
+    config = ReproduceConfig(out=tmp_path, only="fig4, fig1", exports=False)
+    html = reproduce(config).read_text()
+    sections = re.findall(r'<section id="([^"]+)"', html)
+    assert sections == ["verdicts", "fig1", "fig4", "settings"]
+    assert not (tmp_path / "figures").exists()
+
+
+def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path, made: list[str]) -> None:
+    (tmp_path / "break-two").touch()
+    with pytest.raises(KeyboardInterrupt):
+        reproduce(ReproduceConfig(out=tmp_path))
+    (tmp_path / "break-two").unlink()
+    html = reproduce(ReproduceConfig(out=tmp_path)).read_text()
+    assert made == ["one", "two", "two"]
+    assert "the one" in html
+    assert "the two" in html
+    reproduce(ReproduceConfig(out=tmp_path))
+    assert made == ["one", "two", "two"]
+    reproduce(ReproduceConfig(out=tmp_path, fresh=True))
+    assert made == ["one", "two", "two", "one", "two"]
+
+
+@pytest.mark.parametrize("rubbish", ["", "{", "[]", '{"sections": [{"key": 1}]}'])
+def test_a_spoiled_part_is_made_again(tmp_path: Path, made: list[str], rubbish: str) -> None:
+    reproduce(ReproduceConfig(out=tmp_path, only="one"))
+    (stored,) = (tmp_path / "parts").iterdir()
+    stored.write_text(rubbish)
+    assert "the one" in reproduce(ReproduceConfig(out=tmp_path, only="one")).read_text()
+    assert made == ["one", "one"]
+
+
+def test_other_data_and_another_scale_are_other_parts(tmp_path: Path, made: list[str]) -> None:
+    for changes in ({}, {"scale": "cpu"}, {"data": tmp_path}):
+        reproduce(ReproduceConfig(out=tmp_path / "out", only="one", **changes))  # type: ignore[arg-type]
+    assert made == ["one"] * 3
+    assert len(list((tmp_path / "out" / "parts").iterdir())) == 3
+
+
+def test_data_must_be_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nothing at .*missing"):
+        ReproduceConfig(data=tmp_path / "missing")
+
+
+def test_a_result_survives_its_json() -> None:
+    headline = Section(key="h", title="H", chart={"mark": "point"})
+    verdict = Verdict(where="Eq. 5", claim="c", outcome="differs", found="2", section="h")
+    result = Result(sections=(headline,), verdicts=(verdict,), headline=headline)
+    assert Result.from_dict(json.loads(json.dumps(result.to_dict()))) == result
