@@ -8,6 +8,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from locater.adapters.modules import Pair as Pair
     from locater.adapters.modules import find_attention as find_attention
+    from locater.adapters.probe import Probe as Probe
+    from locater.adapters.probe_records import Alarm as Alarm
+    from locater.adapters.probe_records import AlarmRules as AlarmRules
+    from locater.adapters.probe_records import HeadRecord as HeadRecord
+    from locater.adapters.probe_records import TokenRank as TokenRank
     from locater.adapters.regularizer import LocAteR as LocAteR
     from locater.core.bounds import Inequality as Inequality
     from locater.core.bounds import collapse_bounds as collapse_bounds
@@ -42,6 +47,8 @@ if TYPE_CHECKING:
 # torch takes a second to import and `locater --help` does not need it: names are found when used
 _HOMES = {
     "locater.adapters.modules": ("Pair", "find_attention"),
+    "locater.adapters.probe": ("Probe",),
+    "locater.adapters.probe_records": ("Alarm", "AlarmRules", "HeadRecord", "TokenRank"),
     "locater.adapters.regularizer": ("LocAteR",),
     "locater.core.bounds": ("Inequality", "collapse_bounds", "entropy_lower_bound"),
     "locater.core.gradient": ("QKGradient", "qk_gradient"),

@@ -1,0 +1,408 @@
+"""`Probe`: what attention really does in a running model, beside fused attention, unchanged."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+
+from locater.adapters.alarms import AlarmBook
+from locater.adapters.attention_capture import Place, Watch
+from locater.adapters.modules import discover
+from locater.adapters.names import plain_name
+from locater.adapters.probe_records import (
+    Alarm,
+    AlarmRules,
+    HeadRecord,
+    TokenRank,
+    head_records,
+    token_rank,
+)
+from locater.adapters.recipes import RECIPES
+from locater.adapters.resolve import Recipe
+from locater.core.logit_rows import Asking, Logits
+from locater.core.process import TokenProcess
+from locater.core.streaming import Tally, tally
+from locater.errors import ConfigError, InputError, LocaterError
+
+When = Literal["always", "training", "evaluation"]
+
+
+@dataclass(eq=False)
+class Seen:
+    """What was measured of one attention."""
+
+    place: Place
+    sums: Tally | None = None
+    ranks: list[Float[Tensor, "sequences 3"]] = field(default_factory=list)
+    inputs: list[Float[Tensor, "batch tokens model"]] = field(default_factory=list)
+
+    def add(self, other: Seen) -> None:
+        """Take in another pass."""
+        if self.sums is None:
+            self.sums = other.sums
+        elif other.sums is not None:
+            self.sums.add(other.sums)
+        self.ranks += other.ranks
+        self.inputs += other.inputs
+
+    def rank(self) -> TokenRank | None:
+        """Averages over all sequences."""
+        if not self.ranks:
+            return None
+        every = torch.cat(self.ranks).double()
+        similarity, effective, residual = every.mean(0).tolist()
+        return TokenRank(
+            name=self.place.name,
+            layer=self.place.layer,
+            similarity=similarity,
+            effective_rank=effective,
+            residual=residual,
+            sequences=len(every),
+        )
+
+
+class Probe:
+    """Measures attention while a model runs: entropy, ρ, logits, token rank, tokens' K and Σ.
+
+    The model's outputs, gradients and random numbers are what they are without it.
+
+    >>> layer = nn.TransformerEncoderLayer(16, 2, batch_first=True)
+    >>> with Probe(layer) as probe:
+    ...     _ = layer(torch.randn(8, 6, 16, generator=torch.Generator().manual_seed(0)))
+    >>> [(record.name, record.head, record.rows) for record in probe.records]
+    [('self_attn', 0, 8), ('self_attn', 1, 8)]
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        queries: Literal["last", "all"] | int = "last",
+        every: int = 1,
+        when: When = "always",
+        keep: int = 1 << 28,
+        generator: torch.Generator | None = None,
+        rules: AlarmRules | None = None,
+        recipes: Sequence[Recipe] = RECIPES,
+    ) -> None:
+        """Look at `queries` of each sequence, in one of `every` forward passes of the model.
+
+        `queries` is "last" as in the paper, "all", or a number of random ones, drawn anew for
+        every call from `generator`.  `when` limits it to the model's training or evaluation mode.
+        `keep` bytes of attention inputs in all are kept for `process`.
+        """
+        _check(queries, every, when, keep)
+        self.model, self.queries, self.every, self.when = model, queries, every, when
+        self.generator = generator or torch.Generator().manual_seed(0)
+        found, self.skipped = discover(model, recipes=recipes)
+        self._places = {one.module: Place.of(one.layout) for one in found if one.module is not None}
+        self._names = {module: plain_name(path) for path, module in model.named_modules()}
+        self._keep = keep // max(len(self._places), 1)
+        self._book = AlarmBook(rules or AlarmRules())
+        self._seen: dict[str, Seen] = {}
+        self._pass: dict[str, Seen] = {}
+        self._watch: Watch | None = None
+        self._handles: list[Any] = []
+        self.forwards = 0
+        """Forward passes of the model so far, measured or not."""
+        self.measured = 0
+        """Forward passes measured since the last `reset`."""
+
+    def __enter__(self) -> Probe:
+        self.attach()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.detach()
+
+    def attach(self) -> None:
+        """Start watching; what `with` does."""
+        if self._handles:
+            return
+        _refuse_compiled(self.model)
+        if isinstance(self.model, nn.TransformerEncoderLayer):
+            # a hook of its own would make PyTorch leave this layer's fast path
+            self._handles = [
+                register_module_forward_pre_hook(self._root_only(self._before)),
+                register_module_forward_hook(
+                    self._root_only(self._after), with_kwargs=True, always_call=True
+                ),
+            ]
+        else:
+            self._handles = [
+                self.model.register_forward_pre_hook(self._before, prepend=True),
+                self.model.register_forward_hook(self._after, with_kwargs=True, always_call=True),
+            ]
+
+    def detach(self) -> None:
+        """Stop watching; the results stay."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
+
+    def reset(self) -> None:
+        """Forget what was measured; the alarms, and what they compare with, stay."""
+        self._seen, self.measured = {}, 0
+
+    @property
+    def records(self) -> list[HeadRecord]:
+        """One record per head of every attention that ran, in the order of first use."""
+        return [
+            record
+            for seen in self._results()
+            if seen.sums is not None
+            for record in head_records(seen.place, seen.sums)
+        ]
+
+    @property
+    def rank(self) -> list[TokenRank]:
+        """How alike the tokens are that enter each attention: is their rank collapsing?"""
+        ranks = [seen.rank() for seen in self._results()]
+        return [rank for rank in ranks if rank is not None]
+
+    @property
+    def alarms(self) -> list[Alarm]:
+        """Every rule that fired so far."""
+        return self._book.alarms
+
+    @property
+    def unseen(self) -> list[str]:
+        """Attentions that were found in the model and did nothing that could be seen."""
+        return [one.name for one in self._places.values() if one.name not in self._seen]
+
+    def inputs(self, attention: int | str) -> Float[Tensor, "samples tokens model"]:
+        """The attention's inputs that were kept: whole sequences without padding, of one length.
+
+        Of several lengths, those of the one with the most tokens are given.
+        """
+        seen = self._one(attention)
+        by_length: dict[int, list[Tensor]] = {}
+        for batch in seen.inputs:
+            by_length.setdefault(batch.shape[1], []).append(batch)
+        if not by_length:
+            raise InputError(
+                f"no input of {seen.place.name} was kept.",
+                hint="raise keep= above 0, and give sequences without padding, at least 2 tokens.",
+            )
+        longest = max(by_length.values(), key=lambda batches: sum(one.numel() for one in batches))
+        return torch.cat(longest)
+
+    def process(self, attention: int | str, *, centered: bool = True) -> TokenProcess:
+        """Means, kernel and covariance of the tokens that enter an attention, by layer or name.
+
+        Its `explained` says how much of their covariance K ⊗ Σ accounts for.
+        """
+        seen = self._one(attention)
+        if seen.place.kind == "cross":
+            raise InputError(
+                f"{seen.place.name} is cross-attention: queries and keys see other tokens.",
+                hint="take the process of a self-attention.",
+            )
+        return TokenProcess.from_samples(self.inputs(attention), centered=centered)
+
+    def metrics(self) -> dict[str, float]:
+        """Averages over the heads of each layer, under `locater/layer_{i}/…`, for any logger."""
+        labels = _labels([seen.place for seen in self._results()])
+        results: dict[str, float] = {}
+        for label, seen in zip(labels, self._results(), strict=True):
+            if seen.sums is not None:
+                heads = head_records(seen.place, seen.sums)
+                results |= {
+                    f"locater/{label}/entropy": _mean([one.entropy for one in heads]),
+                    f"locater/{label}/min_entropy": min(one.entropy for one in heads),
+                    f"locater/{label}/rho": _mean([one.rho.rho.nanmean().item() for one in heads]),
+                    f"locater/{label}/max_logit": max(one.max_logit for one in heads),
+                    f"locater/{label}/sink_mass": _mean([one.sink_mass for one in heads]),
+                    f"locater/{label}/distance": _mean([one.distance for one in heads]),
+                }
+            rank = seen.rank()
+            if rank is not None:
+                results |= {
+                    f"locater/{label}/similarity": rank.similarity,
+                    f"locater/{label}/effective_rank": rank.effective_rank,
+                    f"locater/{label}/residual": rank.residual,
+                }
+        results["locater/alarms"] = float(len(self.alarms))
+        return {name: value for name, value in results.items() if math.isfinite(value)}
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            raise _compiled(type(self.model).__name__)
+        if self._watch is not None:  # the model calls itself
+            return
+        if self.when != "always" and module.training != (self.when == "training"):
+            return
+        self.forwards += 1
+        if (self.forwards - 1) % self.every == 0:
+            self._pass = {}
+            self._watch = Watch(self._places, self._names, self._heard, self._left)
+            self._watch.start(module)
+
+    def _after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if self._watch is None:
+            return
+        watch, is_done = self._watch, output is not None  # None: an error is on its way out
+        if is_done:
+            watch.leave(module, args, kwargs, output)
+            if watch.frames:  # the model called itself, and goes on
+                return
+        self._watch = None
+        watch.stop()
+        if not is_done:
+            return
+        self.measured += 1
+        for name, seen in self._pass.items():
+            if name in self._seen:
+                self._seen[name].add(seen)
+            else:
+                self._seen[name] = seen
+        self._book.check(self.forwards, [(s.place, s.sums, s.rank()) for s in self._pass.values()])
+
+    def _root_only(self, hook: Any) -> Any:
+        def only(module: nn.Module, *rest: Any) -> None:
+            if module is self.model:
+                hook(module, *rest)
+
+        return only
+
+    def _heard(self, place: Place, logits: Logits) -> Asking:
+        """Measure one attention call; what it knows of padding is for the tokens' turn."""
+        asked = logits.shape[2]
+        queries: Literal["last", "all"] | Tensor
+        if isinstance(self.queries, int):
+            order = torch.randperm(asked, generator=self.generator)
+            queries = order[: self.queries].sort().values
+        else:
+            queries = self.queries
+        with _no_autocast(logits.device):
+            asking = Asking.of(logits, is_self=place.kind == "self")
+            try:
+                sums = tally(logits, queries, asking=asking)
+            except InputError as error:
+                raise InputError(f"{place.name}: {error.message}", hint=error.hint) from error
+        if sums is None:
+            raise InputError(
+                f"every measured row of {place.name} is masked, but for one key at most.",
+                hint="check the attention mask: true means visible in "
+                "scaled_dot_product_attention, hidden in nn.MultiheadAttention.",
+            )
+        bad = (~torch.isfinite(sums.entropy.values + sums.max_logit)).nonzero()[:, 0].tolist()
+        if bad:
+            raise InputError(
+                f"the logits of {place.name} are NaN or infinite in heads {bad}.",
+                hint="look at the inputs and weights of this layer; a lower learning rate or "
+                "bfloat16 instead of float16 often helps.",
+            )
+        self._pass.setdefault(place.name, Seen(place)).add(Seen(place, sums))
+        return asking
+
+    def _left(self, place: Place, tokens: Tensor, heard: list[Asking]) -> None:
+        """Measure the tokens that an attention was given, and keep some of them."""
+        asks = heard[0].asks
+        if asks is not None and asks.shape != tokens.shape[:2]:
+            asks = None
+        with torch.no_grad(), _no_autocast(tokens.device):
+            mine = self._pass.setdefault(place.name, Seen(place))
+            mine.ranks.append(token_rank(tokens, asks).cpu())
+            held = self._seen[place.name].inputs if place.name in self._seen else []
+            room = self._keep - sum(one.numel() * one.element_size() for one in held)
+            whole = tokens if asks is None else tokens[asks.all(1)]
+            whole = whole if whole.dtype == torch.float64 else whole.float()
+            size = whole.shape[1] * whole.shape[2] * whole.element_size()
+            if whole.shape[1] >= 2 and min(len(whole), room // size) > 0:
+                mine.inputs.append(whole[: room // size].to("cpu", copy=True))
+
+    def _results(self) -> list[Seen]:
+        if self._seen:
+            return list(self._seen.values())
+        if not self.measured:
+            raise LocaterError(
+                f"{type(self.model).__name__} has not been run since the probe was attached.",
+                hint="run the model itself, not a part of it, in `with Probe(model) as probe:`.",
+            )
+        raise LocaterError(
+            f"no attention of {type(self.model).__name__} was seen in {self.measured} passes.",
+            hint="a probe sees scaled_dot_product_attention, nn.MultiheadAttention, and softmax in "
+            "attention that a recipe reads; of transformers load attn_implementation='sdpa'.",
+        )
+
+    def _one(self, attention: int | str) -> Seen:
+        every = self._results()
+        if isinstance(attention, str):
+            found = [seen for seen in every if seen.place.name == attention]
+        else:
+            found = [seen for seen in every if seen.place.layer == attention]
+            found = [seen for seen in found if seen.place.kind == "self"] or found
+        if len(found) != 1:
+            raise InputError(
+                f"{len(found)} attentions are called {attention!r}.",
+                hint=f"give one of these names: {', '.join(seen.place.name for seen in every)}.",
+            )
+        return found[0]
+
+
+def _check(queries: object, every: int, when: str, keep: int) -> None:
+    is_count = isinstance(queries, int) and not isinstance(queries, bool) and queries > 0
+    if queries not in ("last", "all") and not is_count:
+        raise ConfigError(
+            f"queries must be 'last', 'all' or a positive number, got {queries!r}.",
+            hint="'last' is the paper's choice.",
+        )
+    if every < 1 or keep < 0 or when not in ("always", "training", "evaluation"):
+        raise ConfigError(
+            f"every={every}, when={when!r}, keep={keep} make no sense.",
+            hint="every >= 1, keep >= 0, when is 'always', 'training' or 'evaluation'.",
+        )
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    for module in model.modules():
+        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+            raise _compiled(type(module).__name__)
+
+
+def _compiled(name: str) -> LocaterError:
+    return LocaterError(
+        f"{name} is compiled: what torch.compile has fused cannot be seen.",
+        hint="probe the module that you compiled (compiled._orig_mod) in a pass of its own, "
+        "without compilation.",
+    )
+
+
+def _no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    return torch.autocast(device.type, enabled=False)
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _labels(places: list[Place]) -> list[str]:
+    """layer_3 where that says which; else with the part and kind; else the module's own name."""
+    for label in (
+        [f"layer_{place.layer}" for place in places],
+        [f"{place.part}_{place.kind}/layer_{place.layer}" for place in places],
+    ):
+        if len(set(label)) == len(label):
+            return label
+    return [place.name or "model" for place in places]
