@@ -208,12 +208,22 @@ class _Header:
         if inner in _SCALARS and count > _KEPT:
             self._take(count * struct.calcsize("<" + _SCALARS[inner]))
             return []
-        kept = []
-        for number in range(count):
-            value = self._value(inner, depth + 1)
-            if number < _KEPT:
-                kept.append(value)
-        return kept if count <= _KEPT else []
+        if inner == _STRING and count > _KEPT:
+            self._pass_strings(count)
+            return []
+        values = [self._value(inner, depth + 1) for _ in range(count)]
+        return values if count <= _KEPT else []
+
+    def _pass_strings(self, count: int) -> None:
+        """Step over a vocabulary, quickly."""
+        for _ in range(count):
+            stop = self._place + 8
+            if stop > len(self._data):
+                self._need(stop)
+            stop += int.from_bytes(self._data[self._place : stop], "little")
+            if stop > len(self._data):
+                self._need(stop)
+            self._place = stop
 
     def _number(self, form: str) -> Any:
         little = f"<{form}"
@@ -225,14 +235,18 @@ class _Header:
     def _take(self, length: int) -> bytes:
         """The next bytes of the header."""
         end = self._place + length
+        self._need(end)
+        found = self._data[self._place : end]
+        self._place = end
+        return found
+
+    def _need(self, end: int) -> None:
+        """Read on, up to this byte at least."""
         if end > min(self._source.size, _LARGEST_HEADER):
             raise truncated(self._source.name, self._source.size, end)
         if end > len(self._data):
             more = max(end - len(self._data), _BLOCK)
             self._data += read_bytes(self._source, len(self._data), more)
-        found = self._data[self._place : end]
-        self._place = end
-        return found
 
     def _bad(self, what: str) -> LocaterError:
         return LocaterError(
