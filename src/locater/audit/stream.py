@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,11 +13,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from locater.adapters.checkpoint import Checkpoint, open_checkpoint
+from locater.adapters.checkpoint import open_checkpoint
 from locater.adapters.layout import AttentionLayout, Skipped
-from locater.adapters.modules import AnyPair, discover
-from locater.adapters.recipes import RECIPES, layouts
-from locater.adapters.resolve import Recipe
+from locater.adapters.modules import AnyPair
+from locater.adapters.recipes import RECIPES
+from locater.adapters.resolve import INPUT_CAVEAT, Recipe
 from locater.audit.heads import (
     Grams,
     LogitDraws,
@@ -25,6 +26,7 @@ from locater.audit.heads import (
     rho_profile,
     spectral_columns,
 )
+from locater.audit.layers import Layers, blocks
 from locater.audit.record import LIST_COLUMNS, Audit, HeadRecord
 from locater.audit.verdicts import judge
 from locater.core.process import TokenProcess
@@ -35,12 +37,10 @@ from locater.errors import ConfigError, InputError, LocaterError
 
 Report = Callable[[int, int], None]
 Tensors = Mapping[str, Tensor]
-Readable = tuple[AttentionLayout, Callable[[], Tensors]]
 ProcessName = Literal["unit-walk", "random-walk", "autoregressive", "independent"]
 
 POSITIONS = 128
 """Rows keep ρ at about this many positions; regimes are read off all of them."""
-_BLOCK_BYTES = 48 * 2**20
 _WORDS: dict[str, str] = {
     "unit-walk": "a random walk scaled to tokens of unit variance on average, as LayerNorm leaves "
     "them, with Σ = I (assumed, not measured)",
@@ -88,6 +88,8 @@ class AuditSettings:
     """Measured tokens by attention name; they replace the assumed ones there."""
     offset: int = 0
     """Distance between query and key at which a rotary form is taken."""
+    gains: bool = True
+    """Multiply the factors with the gains of the norm before the attention, where it is known."""
     eigenvalues: bool = True
     """Whether to take eigenvalues and singular values, and what follows from them."""
     method: RhoMethod = "gaussian"
@@ -158,17 +160,16 @@ def audit_checkpoint(
     """
     chosen = _settings(settings)
     with open_checkpoint(source, base=base, config=config) as checkpoint:
-        found, skipped = layouts(checkpoint.shapes, checkpoint.config, recipes=recipes)
-        readable = _stored(checkpoint, found)
-        rows, more = _rows(readable, len(found), chosen, report)
+        layers = Layers.of_checkpoint(checkpoint, recipes=recipes, gains=chosen.gains)
+        rows, skipped = _rows(layers, chosen, report)
         return _audit(
             chosen,
             rows,
+            layers,
             name=checkpoint.name,
             format=checkpoint.format,
-            layouts=found,
             caveats=checkpoint.caveats,
-            skipped=(*skipped, *more),
+            skipped=(*layers.skipped, *skipped),
             bytes_read=checkpoint.bytes_read,
         )
 
@@ -189,20 +190,16 @@ def audit_model(
     [(0, 0, 4), (0, 1, 4)]
     """
     chosen = _settings(settings)
-    found, skipped = discover(model, recipes=recipes, pairs=pairs)
-    readable: list[Readable] = [
-        (live.layout, lambda live=live: {k: one.read() for k, one in live.sources.items()})  # type: ignore[misc]
-        for live in found
-    ]
+    layers = Layers.of_model(model, recipes=recipes, pairs=pairs, gains=chosen.gains)
     with torch.no_grad():
-        rows, more = _rows(readable, len(found), chosen, report)
+        rows, skipped = _rows(layers, chosen, report)
     return _audit(
         chosen,
         rows,
+        layers,
         name=name or type(model).__name__,
         format="module",
-        layouts=[live.layout for live in found],
-        skipped=(*skipped, *more),
+        skipped=(*layers.skipped, *skipped),
     )
 
 
@@ -214,25 +211,20 @@ def _settings(values: Mapping[str, Any]) -> AuditSettings:
     return AuditSettings(**{k: v for k, v in values.items() if v is not None})
 
 
-def _stored(checkpoint: Checkpoint, found: Iterable[AttentionLayout]) -> Iterator[Readable]:
-    for layout in found:
-        yield layout, lambda layout=layout: checkpoint.read(layout.tensors)  # type: ignore[misc]
-
-
 def _rows(
-    readable: Iterable[Readable], total: int, settings: AuditSettings, report: Report | None
+    layers: Layers, settings: AuditSettings, report: Report | None
 ) -> tuple[list[HeadRecord], list[Skipped]]:
     rows: list[HeadRecord] = []
     skipped: list[Skipped] = []
     auditor = Auditor(settings)
     with one_thread():
-        for done, (layout, read) in enumerate(readable, 1):
+        for done, layout in enumerate(layers.layouts, 1):
             try:
-                rows += auditor.layer(layout, read())
+                rows += auditor.layer(layers, layout, layers.tensors(layout))
             except LocaterError as error:
                 skipped.append(Skipped(name=layout.name, reason=error.message))
             if report is not None:
-                report(done, total)
+                report(done, len(layers.layouts))
     return rows, skipped
 
 
@@ -243,12 +235,18 @@ class Auditor:
         self.settings = settings
         self._assumed = LogitDraws.of(settings.assumed)
 
-    def layer(self, layout: AttentionLayout, tensors: Tensors) -> list[HeadRecord]:
+    def layer(self, layers: Layers, layout: AttentionLayout, tensors: Tensors) -> list[HeadRecord]:
         """The rows of one attention, a few key heads at a time."""
         tokens = self.settings.length
         rows: list[HeadRecord] = []
         for key_heads in blocks(layout):
-            form = layout.form(readable(tensors), distances=tokens, key_heads=key_heads)
+            form = layers.form(
+                layout,
+                tensors,
+                gains=layout.name not in self.settings.processes,  # measured tokens have them
+                distances=tokens,
+                key_heads=key_heads,
+            )
             rows += self._block(layout, form, first=len(rows))
         return rows
 
@@ -289,22 +287,6 @@ class Auditor:
         if process is not self.settings.assumed:
             return LogitDraws.of(process)
         return self._assumed
-
-
-def blocks(layout: AttentionLayout) -> Iterator[slice]:
-    """Key heads that are audited together: about 50 MB of factors in float64."""
-    share = layout.heads // layout.kv_heads
-    bytes_each = (share + 1) * layout.head_dim * layout.model * 8
-    step = max(1, _BLOCK_BYTES // bytes_each)
-    return (slice(start, start + step) for start in range(0, layout.kv_heads, step))
-
-
-def readable(tensors: Tensors) -> Tensors:
-    """8-bit floats in a type that torch can calculate with; others as they are."""
-    return {
-        name: value.float() if value.is_floating_point() and value.element_size() < 2 else value
-        for name, value in tensors.items()
-    }
 
 
 def _record(
@@ -350,8 +332,8 @@ def _plain(name: str, value: Any) -> Any:
 def _audit(
     settings: AuditSettings,
     rows: list[HeadRecord],
+    layers: Layers,
     *,
-    layouts: Sequence[AttentionLayout],
     caveats: Iterable[str] = (),
     skipped: Sequence[Skipped],
     **about: Any,
@@ -362,7 +344,7 @@ def _audit(
             f"no attention of {about['name']} could be read. {reasons or 'It has no layers'}.",
             hint="give its config (config.json, --heads), or a Recipe for its tensors.",
         )
-    said = [*caveats, *_caveats(settings, layouts)]
+    said = [*caveats, *_caveats(settings, layers)]
     return Audit(
         tokens=settings.length,
         process=settings.words,
@@ -375,8 +357,16 @@ def _audit(
     )
 
 
-def _caveats(settings: AuditSettings, layouts: Sequence[AttentionLayout]) -> Iterator[str]:
+def _caveats(settings: AuditSettings, layers: Layers) -> Iterator[str]:
     """What holds for all rows, then what holds for some layers, each said once."""
+    layouts, count = layers.layouts, len(layers.norms)
+    if count:
+        yield (
+            f"the gains of the norm before the attention are part of W here ({count} of "
+            f"{len(layouts)} layers)"
+        )
+    if settings.gains and count < len(layouts):
+        yield f"no norm is known before {len(layouts) - count} attentions: W_QK stands as stored"
     if not settings.processes:
         yield (
             "no text was read: ρ, entropies and verdicts are those of assumed tokens "
@@ -389,9 +379,11 @@ def _caveats(settings: AuditSettings, layouts: Sequence[AttentionLayout]) -> Ite
             else f"a key {settings.offset} tokens before its query"
         )
         yield f"rotary heads are taken at offset {settings.offset}: W_Qᵀ R W_K of {where}"
-    counts: dict[str, int] = {}
-    for layout in layouts:
-        for caveat in layout.caveats:
-            counts[caveat] = counts.get(caveat, 0) + 1
-    for caveat, count in counts.items():
-        yield caveat if count == len(layouts) else f"{caveat} ({count} of {len(layouts)} layers)"
+    said = [
+        caveat.partition(": the spectrum is")[0]  # the offset is named above
+        for layout in layouts
+        for caveat in layout.caveats
+        if caveat != INPUT_CAVEAT or layout.name not in layers.norms
+    ]
+    for caveat, many in Counter(said).items():
+        yield caveat if many == len(layouts) else f"{caveat} ({many} of {len(layouts)} layers)"

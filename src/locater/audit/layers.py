@@ -1,0 +1,103 @@
+"""The attentions of a checkpoint or a live model, read one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from locater.adapters.checkpoint import Checkpoint
+from locater.adapters.layout import AttentionLayout, Skipped
+from locater.adapters.modules import AnyPair, discover
+from locater.adapters.names import Shapes, plain_name
+from locater.adapters.norms import Norm, norms
+from locater.adapters.recipes import RECIPES, layouts
+from locater.adapters.resolve import Recipe
+from locater.core.spectrum import QKForm
+
+Tensors = Mapping[str, Tensor]
+_BLOCK_BYTES = 48 * 2**20
+
+
+@dataclass(frozen=True, eq=False)
+class Layers:
+    """The attentions of a checkpoint or a model, read one at a time."""
+
+    layouts: Sequence[AttentionLayout]
+    norms: Mapping[str, Norm]
+    skipped: Sequence[Skipped]
+    read: Callable[[Sequence[str]], Tensors]
+
+    @classmethod
+    def of_checkpoint(
+        cls, checkpoint: Checkpoint, *, recipes: Sequence[Recipe] = RECIPES, gains: bool = True
+    ) -> Layers:
+        """The attentions of an open checkpoint."""
+        found, skipped = layouts(checkpoint.shapes, checkpoint.config, recipes=recipes)
+        before = norms(checkpoint.shapes, checkpoint.config, found) if gains else {}
+        return cls(found, before, skipped, checkpoint.read)
+
+    @classmethod
+    def of_model(
+        cls,
+        model: nn.Module,
+        *,
+        recipes: Sequence[Recipe] = RECIPES,
+        pairs: Sequence[AnyPair] | None = None,
+        gains: bool = True,
+    ) -> Layers:
+        """The attentions of a live model, on its parameters as they are now."""
+        found, skipped = discover(model, recipes=recipes, pairs=pairs)
+        sources = {name: one for live in found for name, one in live.sources.items()}
+        vectors = {
+            plain_name(name): value for name, value in model.named_parameters() if value.ndim == 1
+        }
+        shapes: Shapes = {name: tuple(value.shape) for name, value in vectors.items()}
+        said = getattr(getattr(model, "config", None), "model_type", "")
+        attentions = [live.layout for live in found]
+        before = norms(shapes, {"model_type": said}, attentions) if gains else {}
+
+        def read(names: Sequence[str]) -> Tensors:
+            return {
+                name: sources[name].read() if name in sources else vectors[name] for name in names
+            }
+
+        return cls(attentions, before, skipped, read)
+
+    def form(
+        self, layout: AttentionLayout, tensors: Tensors, *, gains: bool = True, **options: Any
+    ) -> QKForm:
+        """Some heads' forms on tokens of unit variance: the norm's gains are in the factors.
+
+        The norm's bias, the same for all tokens, acts on the logits as a bias of the queries.
+        """
+        form = layout.form(tensors, **options)
+        norm = self.norms.get(layout.name) if gains else None
+        if norm is None:
+            return form
+        gain, shift = norm.gain(tensors), norm.shift(tensors)
+        query, key = form.query.detach().double(), form.key.detach().double()
+        bias = form.query_bias
+        if shift is not None:
+            own = query @ shift
+            bias = own if bias is None else bias.detach().double() + own
+        return replace(form, query=query * gain, key=key * gain, query_bias=bias)
+
+    def tensors(self, layout: AttentionLayout) -> Tensors:
+        """What one attention is made of; 8-bit floats as numbers that torch can multiply."""
+        norm = self.norms.get(layout.name)
+        found = self.read((*layout.tensors, *(norm.tensors if norm else ())))
+        return {
+            name: value.float() if value.is_floating_point() and value.element_size() < 2 else value
+            for name, value in found.items()
+        }
+
+
+def blocks(layout: AttentionLayout) -> Iterator[slice]:
+    """Key heads that are audited together: about 50 MB of factors in float64."""
+    share = layout.heads // layout.kv_heads
+    bytes_each = (share + 1) * layout.head_dim * layout.model * 8
+    step = max(1, _BLOCK_BYTES // bytes_each)
+    return (slice(start, start + step) for start in range(0, layout.kv_heads, step))
