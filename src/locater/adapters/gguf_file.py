@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -94,7 +95,8 @@ class GgufFile:
         kind = self._gguf.GGMLQuantizationType(entry.kind)
         rows = raw.reshape(math.prod(entry.shape[:-1]), -1) if len(raw) else raw
         try:
-            values = self._gguf.quants.dequantize(rows, kind)
+            with numpy.errstate(all="ignore"):  # a weight may be infinite
+                values = self._gguf.quants.dequantize(rows, kind)
         except NotImplementedError as error:
             raise LocaterError(
                 f"{name} in {self._source.name} is stored as {kind.name}, which gguf cannot read.",
