@@ -109,6 +109,22 @@ class LocAteR:
             return len(self.heads) * len(self.attentions)
         return sum(attention.layout.heads for attention in self.attentions)
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """What a checkpoint has to keep: the running covariances; empty where there are none."""
+        return {
+            f"{name}.{part}": value.clone()
+            for name, running in self._running.items()
+            for part in ("mean", "square")
+            if (value := getattr(running, part)) is not None
+        }
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on with the running covariances of a checkpoint."""
+        for name, running in self._running.items():
+            if f"{name}.mean" in state:
+                running.mean = state[f"{name}.mean"].clone()
+                running.square = state[f"{name}.square"].clone()
+
     def penalty(self) -> Float[Tensor, ""]:
         """The objective's second half, ready for the user's own backward pass."""
         parts, small = [], dict[tuple[object, ...], list[_Weights]]()
