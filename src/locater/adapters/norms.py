@@ -15,6 +15,7 @@ from locater.adapters.names import Names, Shapes, join
 _BESIDE = (
     "input_layernorm",  # Llama, Qwen, Gemma, GPT-NeoX, Falcon, BLOOM, Phi, …
     "ln_1",  # GPT-2, GPT-J, BigCode
+    "ln_attn",  # Falcon's later layers
     "attn_norm",  # GGUF
     "attention_norm",  # Llama as first published
     "layernorm_before",  # ViT

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,6 @@ from locater.errors import ConfigError, InputError, LocaterError
 
 Report = Callable[[int, int], None]
 Tensors = Mapping[str, Tensor]
-ProcessName = Literal["unit-walk", "random-walk", "autoregressive", "independent"]
 
 POSITIONS = 128
 """Rows keep ρ at about this many positions; regimes are read off all of them."""
@@ -80,7 +79,7 @@ class AuditSettings:
 
     tokens: int = 512
     """T, the length of the sequence; its last token asks."""
-    process: ProcessName | TokenProcess = "unit-walk"
+    process: str | TokenProcess = "unit-walk"
     """Assumed tokens by name, or a process of your own; then `tokens` is its length."""
     phi: float = 0.9
     """Correlation of neighbors of the autoregressive process."""
@@ -92,8 +91,8 @@ class AuditSettings:
     """Multiply the factors with the gains of the norm before the attention, where it is known."""
     eigenvalues: bool = True
     """Whether to take eigenvalues and singular values, and what follows from them."""
-    method: RhoMethod = "gaussian"
-    """`exact` takes up to a second per head."""
+    method: str = "gaussian"
+    """How ρ is found: `gaussian`, or `exact`, which takes up to a second per head."""
 
     def __post_init__(self) -> None:
         if self.offset < 0:
@@ -261,7 +260,8 @@ class Auditor:
             own = spectral_columns(plain, form.temperature, eigenvalues=settings.eigenvalues)
         columns |= null_columns(plain, own, head_dim=layout.head_dim, model=layout.model)
         moments = grams.moments(form, process, is_cross=layout.kind == "cross")
-        profile = rho_profile(moments, method=settings.method)
+        method: RhoMethod = "exact" if settings.method == "exact" else "gaussian"
+        profile = rho_profile(moments, method=method)
         regime = regime_of(profile, columns["r"])
         entropy, error, bound = self._drawn(process).entropy(moments)
         kept = torch.tensor(settings.positions) - 1
