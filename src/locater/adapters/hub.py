@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import quote
 
@@ -17,8 +16,7 @@ class HubRepository:
 
     def __init__(self, repository: str, revision: str | None = None) -> None:
         try:
-            from huggingface_hub import constants
-            from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+            from huggingface_hub import constants, get_token
         except ImportError as error:
             raise MissingExtraError("huggingface_hub", extra="hub") from error
         self.name = repository
@@ -27,7 +25,8 @@ class HubRepository:
         self._revision = revision or constants.DEFAULT_REVISION
         self._snapshot: Path | None = None
         self._files: list[str] = []
-        self._headers: Mapping[str, str] = build_hf_headers(library_name="locater")
+        token = None if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else get_token()
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         if constants.HF_HUB_OFFLINE:
             self._use_cache("HF_HUB_OFFLINE is set", None)
             return

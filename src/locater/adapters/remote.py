@@ -15,7 +15,7 @@ from functools import cache
 from http.client import HTTPException, HTTPMessage, HTTPResponse
 from itertools import count
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit, urlunsplit
 from urllib.request import HTTPRedirectHandler, OpenerDirector, Request, build_opener
@@ -243,7 +243,7 @@ class _Redirects(HTTPRedirectHandler):
     """Follows to another host without the credentials of the first."""
 
     def redirect_request(
-        self, req: Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str
+        self, req: Request, fp: Any, code: int, msg: str, headers: HTTPMessage, newurl: str
     ) -> Request | None:
         """The next request of a redirected one."""
         if urlsplit(newurl).scheme not in ("http", "https"):
