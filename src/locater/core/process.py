@@ -141,17 +141,17 @@ class TokenProcess:
         total = spread.square().sum().item()
         if total == 0:
             raise InputError("all samples are equal.", hint="there is no covariance to estimate.")
-        flat = spread.flatten(0, 1)
+        by_token = spread.transpose(0, 1).flatten(1).contiguous()
+        flat = by_token.view(tokens * count, -1)
         sigma = flat.mT @ flat / (freedom * tokens) if covariance is None else covariance.double()
         kernel = torch.eye(tokens, dtype=torch.float64, device=samples.device)
         for _ in range(rounds):
             previous = kernel
-            weighted = (flat @ sigma).view_as(spread)
-            kernel = torch.einsum("nsm,ntm->st", weighted, spread) / freedom
-            kernel = (kernel + kernel.mT) / (2 * sigma.square().sum())
+            kernel = (flat @ sigma).view(tokens, -1) @ by_token.mT
+            kernel = (kernel + kernel.mT) / (2 * freedom * sigma.square().sum())
             if covariance is None:
                 kernel = kernel * (tokens / kernel.trace())
-                mixed = torch.einsum("st,ntm->nsm", kernel, spread).flatten(0, 1)
+                mixed = (kernel @ by_token).view_as(flat)
                 sigma = mixed.mT @ flat / (freedom * kernel.square().sum())
                 sigma = (sigma + sigma.mT) / 2
             if torch.allclose(kernel, previous, rtol=1e-8, atol=1e-10 * float(kernel.abs().amax())):
