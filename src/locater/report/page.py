@@ -112,17 +112,20 @@ def descriptions(spec: Any) -> Iterator[str]:
             yield from descriptions(value)
 
 
+def chart_box(key: str, spec: dict[str, Any]) -> str:
+    """HTML of the place where a chart is drawn, and the chart's specification."""
+    label = escape(" ".join(dict.fromkeys(descriptions(spec))) or key)
+    return (
+        f'<div class="chart" id="{escape(key)}" role="img" aria-label="{label}"></div>'
+        f'<script type="application/json" data-chart="{escape(key)}">{script_json(spec)}</script>'
+    )
+
+
 def _figure(section: Section) -> str:
     if section.chart is None:
         return ""
-    chart = f"{escape(section.key)}-chart"
-    label = escape(" ".join(dict.fromkeys(descriptions(section.chart))) or section.title)
-    return (
-        f'<figure><div class="chart" id="{chart}" role="img" aria-label="{label}"></div>'
-        f"<figcaption>{escape(section.caption)}</figcaption></figure>"
-        f'<script type="application/json" data-chart="{chart}">{script_json(section.chart)}'
-        "</script>"
-    )
+    box = chart_box(f"{section.key}-chart", section.chart)
+    return f"<figure>{box}<figcaption>{escape(section.caption)}</figcaption></figure>"
 
 
 def _scripts(sections: Sequence[Section]) -> str:

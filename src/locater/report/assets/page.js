@@ -25,7 +25,8 @@ window.locater = (() => {
   // a single panel takes the width that there is; a grid of panels scrolls inside its box
   function fitted(spec, box) {
     if (typeof spec.width === "number" && !spec.autosize) {
-      spec.width = Math.min(spec.width + 80, box.clientWidth - 8);
+      spec.width = Math.min(spec.width + 80, box.clientWidth - 44);  // beside the menu
+      if (typeof spec.height === "number") spec.height += 60;
       spec.autosize = {type: "fit", contains: "padding"};
     }
     return spec;
