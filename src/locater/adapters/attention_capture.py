@@ -56,6 +56,9 @@ class Frame:
     module: nn.Module
     place: Place | None = None
     is_suspended: bool = False
+    """The mode was switched off for it, because PyTorch has a fast path for it."""
+    is_unheard: bool = False
+    """Its attention may take the fast path: it is computed again from the module's inputs."""
     heard: list[Any] = field(default_factory=list)
     """What the listener answered to each attention heard."""
 
@@ -122,18 +125,22 @@ class Watch(TorchFunctionMode):
     def _enter(self, module: nn.Module, args: Any) -> None:
         frame = Frame(module, self.attentions.get(module))
         self.frames.append(frame)
-        if self.is_entered and _may_be_fast(module):
+        if _may_be_fast(module):
             # under any torch function mode PyTorch leaves its fast path, and with it the last bits
-            self._listen(False)
-            frame.is_suspended = True
+            is_inner = any(one.is_unheard for one in self.frames)
+            frame.is_unheard = not is_inner and not isinstance(module, nn.TransformerEncoder)
+            if self.is_entered:
+                self._listen(False)
+                frame.is_suspended = True
 
     def leave(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """A module is done: after its own hook, or again for the root, which came first."""
         if not self.frames or self.frames[-1].module is not module:
             return
         frame = self.frames[-1]
-        if frame.is_suspended:
+        if frame.is_unheard:
             self._hear_fast_path(frame, args, kwargs)
+        if frame.is_suspended:
             self._listen(True)
         self.frames.pop()
         if frame.place is not None and frame.heard:
@@ -190,6 +197,8 @@ class Watch(TorchFunctionMode):
 
 def _may_be_fast(module: nn.Module) -> bool:
     """Whether PyTorch may run this module in one fused call, which no mode can look into."""
+    if isinstance(module, nn.TransformerEncoder):
+        return all(_may_be_fast(layer) for layer in module.layers)
     if isinstance(module, nn.TransformerEncoderLayer):
         stock = type(module).forward is nn.TransformerEncoderLayer.forward
         if any(part._forward_hooks or part._forward_pre_hooks for part in module.modules()):
@@ -296,7 +305,8 @@ def _multihead_logits(frame: Frame, *args: Any, **kwargs: Any) -> Logits | None:
         key = given["static_k"].unflatten(0, (-1, heads))
     if given["add_zero_attn"]:
         key = functional.pad(key, (0, 0, 0, 1))
-    return _scored(query, key, given["key_padding_mask"], given["attn_mask"])
+    extra = int(given["bias_k"] is not None) + int(given["add_zero_attn"])
+    return _scored(query, key, given["key_padding_mask"], given["attn_mask"], extra)
 
 
 def _module_logits(
@@ -318,7 +328,9 @@ def _module_logits(
     )
 
 
-def _scored(query: Tensor, key: Tensor, hidden: Tensor | None, mask: Tensor | None) -> Logits:
+def _scored(
+    query: Tensor, key: Tensor, hidden: Tensor | None, mask: Tensor | None, extra: int
+) -> Logits:
     """Queries and keys of PyTorch's own attention, whose boolean masks hide where they are true."""
     batch, heads, _, keys = (*query.shape[:3], key.shape[2])
     masks = []
@@ -332,6 +344,7 @@ def _scored(query: Tensor, key: Tensor, hidden: Tensor | None, mask: Tensor | No
         query=query.detach(),
         key=key.detach(),
         scale=1 / math.sqrt(query.shape[-1]),
+        extra=extra,
         masks=tuple(
             functional.pad(one, (0, more), value=one.dtype == torch.bool) if more else one
             for one, more in zip(visible, missing, strict=True)

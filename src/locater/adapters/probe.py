@@ -19,7 +19,8 @@ from torch.nn.modules.module import (
 
 from locater.adapters.alarms import AlarmBook
 from locater.adapters.attention_capture import Place, Watch
-from locater.adapters.modules import discover
+from locater.adapters.layout import Skipped
+from locater.adapters.modules import LiveAttention, discover
 from locater.adapters.names import plain_name
 from locater.adapters.probe_records import (
     Alarm,
@@ -106,7 +107,7 @@ class Probe:
         _check(queries, every, when, keep)
         self.model, self.queries, self.every, self.when = model, queries, every, when
         self.generator = generator or torch.Generator().manual_seed(0)
-        found, self.skipped = discover(model, recipes=recipes)
+        found, self.skipped = _discovered(model, recipes)
         self._places = {one.module: Place.of(one.layout) for one in found if one.module is not None}
         self._names = {module: plain_name(path) for path, module in model.named_modules()}
         self._keep = keep // max(len(self._places), 1)
@@ -373,6 +374,16 @@ def _check(queries: object, every: int, when: str, keep: int) -> None:
             f"every={every}, when={when!r}, keep={keep} make no sense.",
             hint="every >= 1, keep >= 0, when is 'always', 'training' or 'evaluation'.",
         )
+
+
+def _discovered(
+    model: nn.Module, recipes: Sequence[Recipe]
+) -> tuple[list[LiveAttention], list[Skipped]]:
+    """What recipes read; attention that they do not read may still be seen when it is called."""
+    try:
+        return discover(model, recipes=recipes)
+    except LocaterError as error:
+        return [], [Skipped(name="", reason=error.message)]
 
 
 def _refuse_compiled(model: nn.Module) -> None:

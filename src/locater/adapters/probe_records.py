@@ -144,21 +144,40 @@ def token_rank(
     >>> token_rank(same, None).round(decimals=3)
     tensor([[1., 1., 0.]])
     """
-    rows = []
-    for place, sequence in enumerate(tokens):
-        kept = sequence if real is None else sequence[real[place]]
-        if len(kept) < 2:
-            continue
-        kept = kept if kept.dtype == torch.float64 else kept.float()
-        kept = kept / kept.abs().amax().clamp_min(torch.finfo(kept.dtype).tiny)
-        unit = torch.nn.functional.normalize(kept, dim=-1)
-        count = len(kept)
-        similarity = (unit.sum(0).square().sum() - unit.square().sum()) / (count * (count - 1))
-        gram = kept.mT @ kept if kept.shape[0] > kept.shape[1] else kept @ kept.mT
-        norm = kept.square().sum().clamp_min(torch.finfo(kept.dtype).tiny)
-        residual = ((kept - kept.mean(0)).square().sum() / norm).sqrt()
-        rows.append(torch.stack([similarity, norm.square() / gram.square().sum(), residual]))
-    return torch.stack(rows) if rows else tokens.new_zeros(0, 3)
+    _, length, model = tokens.shape
+    together = max(1, _GRAM // min(length, model) ** 2)
+    every = torch.ones_like(tokens[..., 0], dtype=torch.bool) if real is None else real
+    parts = [
+        _rank_of(some, kept)
+        for some, kept in zip(tokens.split(together), every.split(together), strict=True)
+    ]
+    return torch.cat(parts) if parts else tokens.new_zeros(0, 3)
+
+
+_GRAM = 1 << 20  # entries of Gram matrices at a time; one alone may have more
+
+
+def _rank_of(
+    tokens: Float[Tensor, "batch tokens model"], real: Bool[Tensor, "batch tokens"]
+) -> Float[Tensor, "sequences 3"]:
+    count = real.sum(1)
+    tokens, real, count = tokens[count > 1], real[count > 1, :, None], count[count > 1]
+    tokens = (tokens if tokens.dtype == torch.float64 else tokens.float()) * real
+    tiny = torch.finfo(tokens.dtype).tiny
+    tokens = tokens / tokens.abs().amax((1, 2), keepdim=True).clamp_min(tiny)
+    unit = torch.nn.functional.normalize(tokens, dim=-1)
+    pairs = unit.sum(1).square().sum(1) - unit.square().sum((1, 2))
+    gram = tokens.mT @ tokens if tokens.shape[1] > tokens.shape[2] else tokens @ tokens.mT
+    norm = tokens.square().sum((1, 2)).clamp_min(tiny)
+    apart = (tokens - tokens.sum(1, keepdim=True) / count[:, None, None]) * real
+    return torch.stack(
+        [
+            pairs / (count * (count - 1)),
+            norm.square() / gram.square().sum((1, 2)).clamp_min(tiny),
+            (apart.square().sum((1, 2)) / norm).sqrt(),
+        ],
+        dim=1,
+    )
 
 
 Rule = Literal["entropy", "logits", "rank"]

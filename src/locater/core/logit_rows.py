@@ -25,6 +25,8 @@ class ScoredKeys:
     """Each boolean (true: visible) or additive, broadcast to (batch, heads, queries, keys)."""
     is_causal: bool = False
     """Query i sees keys 0…i, however many queries and keys there are."""
+    extra: int = 0
+    """Keys after those of the tokens, which belong to no token."""
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -129,6 +131,7 @@ class Asking:
             return cls()
         _, _, queries, keys = attention.shape
         is_causal = isinstance(attention, ScoredKeys) and attention.is_causal
+        keys -= attention.extra if isinstance(attention, ScoredKeys) else 0
         first = 0 if is_causal or keys < queries else keys - queries
         real = attention.real_keys()
         return cls(first, None if real is None else real[:, first : first + queries])

@@ -245,7 +245,7 @@ class _Block:
         sums = {
             "rows": (one * counted).sum(2),
             "entropy": entropy.sum(2),
-            "log_keys": (one * counted * count.clamp_min(1).log()).sum(2),
+            "log_keys": (one * counted * count.clamp_min(1).to(_exact(count)).log()).sum(2),
             "sink": weights.gather(-1, first)[..., 0].sum(2),
             "distance": torch.einsum("bhrk,rk->bh", weights, place.abs().to(weights.dtype)),
             "seen": visible.expand(logits.shape).sum(2, dtype=logits.dtype)
