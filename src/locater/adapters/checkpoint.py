@@ -11,6 +11,7 @@ import re
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit, urlunsplit
@@ -204,12 +205,12 @@ def _adapted(
             f"the base of the adapter {name} cannot be opened: {error.message}",
             hint="give the base's folder, file, URL or hub id with base=.",
         ) from error
-    try:
+    with ExitStack() as stack:
+        stack.callback(under.close)
         _, adapter = _tensors(place, choice)
+        stack.callback(adapter.close)
         merged = LoraTensors(under.tensors, adapter, settings, name=name)
-    except BaseException:
-        under.close()
-        raise
+        stack.pop_all()  # all is well: they stay open
     caveats = (*place.caveats, *under.caveats, *merged.caveats)
     return Checkpoint(name, "lora", merged, config=under.config, caveats=caveats, report=report)
 
