@@ -154,6 +154,11 @@ class Transformer(nn.Module):
         self.config = config
         self.loss_dtype: torch.dtype | None = None
         """Precision of the output layer's products; the model's own where None."""
+        with torch.random.fork_rng(devices=[]):  # torch's own first values, replaced below
+            self._build(config)
+        self.reset(generator)
+
+    def _build(self, config: TransformerConfig) -> None:
         self.embedding: nn.Module
         if config.task == "vision":
             self.embedding = nn.Linear(config.patch, config.dim)
@@ -165,10 +170,14 @@ class Transformer(nn.Module):
         self.final_norm = nn.LayerNorm(config.dim) if config.norm == "pre" else nn.Identity()
         self.dropout = nn.Dropout(config.dropout)
         self.output = nn.Linear(config.dim, config.vocabulary, bias=False)
-        self.reset(generator)
 
     def forward(self, inputs: Num[Tensor, "batch length *pixels"]) -> Tensor:
         """Hidden states of the last layer; logits are `output(hidden)`."""
+        if inputs.shape[1] > self.config.length:
+            raise ConfigError(
+                f"{inputs.shape[1]} tokens, but the model was built for {self.config.length}.",
+                hint="build it with that length.",
+            )
         hidden = self.embedding(inputs)
         if self.config.task != "vision":
             hidden = hidden * math.sqrt(self.config.dim)
