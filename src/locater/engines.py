@@ -26,11 +26,12 @@ def run_units(
     engine: Engine = "local",
     workers: int | None = None,
     ray_address: str | None = None,
+    gpus: float = 0,
 ) -> Generator[tuple[int, Result], None, None]:
     """Yield each unit with its result as it completes; every unit has one thread to itself.
 
     `ray` needs the extra `cluster`, and `locater` installed on every node; a task whose worker dies
-    is run again.
+    is run again.  There a unit may ask for GPUs, or for a share of one.
 
     >>> sorted(run_units(lambda unit: unit * unit, [1, 2, 3]))
     [(1, 1), (2, 4), (3, 9)]
@@ -38,7 +39,7 @@ def run_units(
     if engine == "local":
         return _on_threads(work, units, workers or os.cpu_count() or 1)
     if engine == "ray":
-        return _on_ray(work, units, workers, ray_address)
+        return _on_ray(work, units, workers, ray_address, gpus)
     raise ConfigError(f"unknown engine {engine!r}.", hint="use 'local' or 'ray'.")
 
 
@@ -83,6 +84,7 @@ def _on_ray(
     units: Sequence[int],
     workers: int | None,
     address: str | None,
+    gpus: float,
 ) -> Generator[tuple[int, Result], None, None]:
     try:
         import ray
@@ -99,7 +101,7 @@ def _on_ray(
         except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
             raise _no_cluster(address, str(error)) from error
     try:
-        task: Any = ray.remote(num_cpus=1, max_retries=5)(_task)
+        task: Any = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=5)(_task)
         shared = ray.put(work)
         waiting = {task.remote(shared, unit): unit for unit in units}
         while waiting:

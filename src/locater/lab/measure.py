@@ -43,14 +43,23 @@ class _Layer:
     is_causal: bool
 
     @property
+    def seen(self) -> Float[Tensor, "batch heads query key"]:
+        """The logits that the softmax sees."""
+        if not self.is_causal:
+            return self.logits
+        size = self.logits.shape[-1]
+        future = torch.ones(size, size, dtype=torch.bool, device=self.logits.device).triu(1)
+        return self.logits.masked_fill(future, -math.inf)
+
+    @property
     def entropy(self) -> float:
         """Attention entropy in nats, averaged over all queries."""
-        logits = self.logits
-        if self.is_causal:
-            size = logits.shape[-1]
-            future = torch.ones(size, size, dtype=torch.bool, device=logits.device).triu(1)
-            logits = logits.masked_fill(future, -math.inf)
-        return attention_entropy(logits.softmax(-1)).mean().item()
+        return attention_entropy(self.seen.softmax(-1)).mean().item()
+
+    @property
+    def max_logit(self) -> float:
+        """The largest logit of all."""
+        return self.seen.amax().item()
 
     @property
     def rho(self) -> list[float]:
@@ -94,9 +103,10 @@ class Meter:
                 record["accuracy"] = self._accuracy()
             record.update(self._spectra(with_eigenvalues=is_final or predicts))
             record["entropy"] = [layer.entropy for layer in self._layers]
+            record["max_logit"] = [layer.max_logit for layer in self._layers]
             record["rank"] = [layer.rank for layer in self._layers]
             record["rho"] = rounded([layer.rho for layer in self._layers], 3)
-            if predicts:
+            if predicts and not self._is_normalized():
                 record["predicted_rho"] = rounded(self._predicted(), 3)
             return rounded(record)
         finally:
@@ -137,6 +147,11 @@ class Meter:
                     pairs = torch.view_as_real(values).tolist()
                     record.setdefault("eigenvalues", []).append(rounded(pairs, 4))
         return record
+
+    def _is_normalized(self) -> bool:
+        """Whether queries and keys are normalized: then no fixed W_QK makes the logits."""
+        attentions = [one for one in self.model.modules() if isinstance(one, Attention)]
+        return not all(isinstance(one.q_norm, nn.Identity) for one in attentions)
 
     def _predicted(self) -> list[list[float]]:
         """ρ of every layer, exact, for Gaussian tokens with the moments of those measured."""
