@@ -11,9 +11,16 @@ if TYPE_CHECKING:
     from locater.adapters.probe import Probe as Probe
     from locater.adapters.probe_records import Alarm as Alarm
     from locater.adapters.probe_records import AlarmRules as AlarmRules
-    from locater.adapters.probe_records import HeadRecord as HeadRecord
+    from locater.adapters.probe_records import MeasuredHead as MeasuredHead
     from locater.adapters.probe_records import TokenRank as TokenRank
     from locater.adapters.regularizer import LocAteR as LocAteR
+    from locater.audit import Audit as Audit
+    from locater.audit import Comparison as Comparison
+    from locater.audit import Timeline as Timeline
+    from locater.audit import audit_checkpoint as audit_checkpoint
+    from locater.audit import audit_model as audit_model
+    from locater.audit import audit_timeline as audit_timeline
+    from locater.audit import compare_checkpoints as compare_checkpoints
     from locater.core.bounds import Inequality as Inequality
     from locater.core.bounds import collapse_bounds as collapse_bounds
     from locater.core.bounds import entropy_lower_bound as entropy_lower_bound
@@ -48,8 +55,17 @@ if TYPE_CHECKING:
 _HOMES = {
     "locater.adapters.modules": ("Pair", "find_attention"),
     "locater.adapters.probe": ("Probe",),
-    "locater.adapters.probe_records": ("Alarm", "AlarmRules", "HeadRecord", "TokenRank"),
+    "locater.adapters.probe_records": ("Alarm", "AlarmRules", "MeasuredHead", "TokenRank"),
     "locater.adapters.regularizer": ("LocAteR",),
+    "locater.audit": (
+        "Audit",
+        "Comparison",
+        "Timeline",
+        "audit_checkpoint",
+        "audit_model",
+        "audit_timeline",
+        "compare_checkpoints",
+    ),
     "locater.core.bounds": ("Inequality", "collapse_bounds", "entropy_lower_bound"),
     "locater.core.gradient": ("QKGradient", "qk_gradient"),
     "locater.core.penalty": ("LocAteRConfig",),

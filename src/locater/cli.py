@@ -20,6 +20,14 @@ _COMMANDS: dict[str, tuple[str, str]] = {
         "simulate ρ and attention entropy for drawn W_QK (Fig. 5), here or on Ray",
         "locater simulate fig5 --panels 'Σ = I' --draws 2 --out fig5.html",
     ),
+    "audit": (
+        "every head's query-key spectrum, from a file, a folder, a URL or a hub id",
+        "locater audit model --top 8 --out page.html",
+    ),
+    "compare": (
+        "what changed between two checkpoints, head by head",
+        "locater compare model tuned --top 8",
+    ),
     "reproduce": (
         "make every figure of the paper again, on one page",
         "locater reproduce --only fig1,fig4 --out out",

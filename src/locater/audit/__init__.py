@@ -1,5 +1,10 @@
 """The query-key eigenspectrum of every head of a checkpoint or a live model."""
 
+from locater.audit.compare import Comparison as Comparison
+from locater.audit.compare import HeadChange as HeadChange
+from locater.audit.compare import Timeline as Timeline
+from locater.audit.compare import audit_timeline as audit_timeline
+from locater.audit.compare import compare_checkpoints as compare_checkpoints
 from locater.audit.record import Audit as Audit
 from locater.audit.record import HeadRecord as HeadRecord
 from locater.audit.record import Verdict as Verdict

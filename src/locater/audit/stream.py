@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -157,20 +157,18 @@ def audit_checkpoint(
     `base` is what a LoRA adapter stands on; `config` completes what the checkpoint says of itself;
     `report(done, total)` hears of every layer.  The rest is `AuditSettings`.
     """
-    chosen = _settings(settings)
+    chosen = settings_of(settings)
     with open_checkpoint(source, base=base, config=config) as checkpoint:
         layers = Layers.of_checkpoint(checkpoint, recipes=recipes, gains=chosen.gains)
-        rows, skipped = _rows(layers, chosen, report)
-        return _audit(
-            chosen,
-            rows,
+        audit = audit_layers(
             layers,
+            chosen,
+            report,
             name=checkpoint.name,
             format=checkpoint.format,
             caveats=checkpoint.caveats,
-            skipped=(*layers.skipped, *skipped),
-            bytes_read=checkpoint.bytes_read,
         )
+        return replace(audit, bytes_read=checkpoint.bytes_read)
 
 
 def audit_model(
@@ -188,21 +186,14 @@ def audit_model(
     >>> [(row.layer, row.head, row.head_dim) for row in audit.rows]
     [(0, 0, 4), (0, 1, 4)]
     """
-    chosen = _settings(settings)
+    chosen = settings_of(settings)
     layers = Layers.of_model(model, recipes=recipes, pairs=pairs, gains=chosen.gains)
     with torch.no_grad():
-        rows, skipped = _rows(layers, chosen, report)
-    return _audit(
-        chosen,
-        rows,
-        layers,
-        name=name or type(model).__name__,
-        format="module",
-        skipped=(*layers.skipped, *skipped),
-    )
+        return audit_layers(layers, chosen, report, name=name or type(model).__name__)
 
 
-def _settings(values: Mapping[str, Any]) -> AuditSettings:
+def settings_of(values: Mapping[str, Any]) -> AuditSettings:
+    """Settings from keywords; None stands for the default."""
     known = AuditSettings.__dataclass_fields__
     for name in values:
         if name not in known:
@@ -210,21 +201,47 @@ def _settings(values: Mapping[str, Any]) -> AuditSettings:
     return AuditSettings(**{k: v for k, v in values.items() if v is not None})
 
 
-def _rows(
-    layers: Layers, settings: AuditSettings, report: Report | None
-) -> tuple[list[HeadRecord], list[Skipped]]:
+def audit_layers(
+    layers: Layers,
+    settings: AuditSettings,
+    report: Report | None = None,
+    *,
+    name: str,
+    format: str = "module",
+    caveats: Iterable[str] = (),
+    chosen: Sequence[AttentionLayout] | None = None,
+) -> Audit:
+    """Audit the attentions of an open checkpoint or a live model, or some chosen ones of them."""
     rows: list[HeadRecord] = []
     skipped: list[Skipped] = []
     auditor = Auditor(settings)
+    wanted = layers.layouts if chosen is None else chosen
     with one_thread():
-        for done, layout in enumerate(layers.layouts, 1):
+        for done, layout in enumerate(wanted, 1):
             try:
                 rows += auditor.layer(layers, layout, layers.tensors(layout))
             except LocaterError as error:
                 skipped.append(Skipped(name=layout.name, reason=error.message))
             if report is not None:
-                report(done, len(layers.layouts))
-    return rows, skipped
+                report(done, len(wanted))
+    skipped = [*layers.skipped, *skipped]
+    if not rows:
+        reasons = "; ".join(f"{one.name or 'the model'}: {one.reason}" for one in skipped[:4])
+        raise InputError(
+            f"no attention of {name} could be read. {reasons or 'It has no layers'}.",
+            hint="give its config (config.json, --heads), or a Recipe for its tensors.",
+        )
+    return Audit(
+        name=name,
+        format=format,
+        tokens=settings.length,
+        process=settings.words,
+        method=_METHODS[settings.method],
+        positions=settings.positions,
+        rows=tuple(rows),
+        caveats=tuple(dict.fromkeys((*caveats, *_caveats(settings, layers)))),
+        skipped=tuple(skipped),
+    )
 
 
 class Auditor:
@@ -327,34 +344,6 @@ def _plain(name: str, value: Any) -> Any:
     if name in LIST_COLUMNS:
         return tuple(value)
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _audit(
-    settings: AuditSettings,
-    rows: list[HeadRecord],
-    layers: Layers,
-    *,
-    caveats: Iterable[str] = (),
-    skipped: Sequence[Skipped],
-    **about: Any,
-) -> Audit:
-    if not rows:
-        reasons = "; ".join(f"{one.name or 'the model'}: {one.reason}" for one in skipped[:4])
-        raise InputError(
-            f"no attention of {about['name']} could be read. {reasons or 'It has no layers'}.",
-            hint="give its config (config.json, --heads), or a Recipe for its tensors.",
-        )
-    said = [*caveats, *_caveats(settings, layers)]
-    return Audit(
-        tokens=settings.length,
-        process=settings.words,
-        method=_METHODS[settings.method],
-        positions=settings.positions,
-        rows=tuple(rows),
-        caveats=tuple(dict.fromkeys(said)),
-        skipped=tuple(skipped),
-        **about,
-    )
 
 
 def _caveats(settings: AuditSettings, layers: Layers) -> Iterator[str]:

@@ -1,0 +1,316 @@
+"""What changed between two checkpoints, head by head, and over many: a timeline."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from locater.adapters.checkpoint import open_checkpoint
+from locater.adapters.layout import AttentionLayout, Skipped
+from locater.audit.layers import Layers, blocks
+from locater.audit.record import Audit, HeadRecord
+from locater.audit.stream import AuditSettings, audit_checkpoint, audit_layers, settings_of
+from locater.core.spectrum import QKForm
+from locater.engines import one_thread
+from locater.errors import InputError, LocaterError
+
+Report = Callable[[int, int], None]
+TRACKED = ("r", "eta", "xi", "trace", "mean", "variance", "spectral_norm", "entropy",
+           "entropy_bound", "effective_tokens", "peak", "tokens_on")  # fmt: skip
+"""The columns that a comparison subtracts and a timeline follows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadChange:
+    """What changed in one head; `after` minus `before` where not said otherwise."""
+
+    name: str
+    part: str
+    kind: str
+    layer: int
+    head: int
+    distance: float
+    """‖W_after − W_before‖_F / ‖W_before‖_F, from the factors."""
+    changes: Mapping[str, float | None]
+    """By column: r, eta, mean, variance, entropy, …"""
+    verdict_before: str
+    verdict_after: str
+    regime_before: str
+    regime_after: str
+
+    @property
+    def is_judged_anew(self) -> bool:
+        """Whether the verdict changed."""
+        return self.verdict_before != self.verdict_after
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Two audits and their differences, largest distance first."""
+
+    before: Audit
+    after: Audit
+    rows: tuple[HeadChange, ...]
+    skipped: tuple[Skipped, ...] = ()
+    """Attentions that only one of the two has, or that could not be read in both."""
+
+    @property
+    def summary(self) -> str:
+        """One paragraph."""
+        if not self.rows:
+            return f"{self.before.name} and {self.after.name} have no head in common."
+        moved = [row for row in self.rows if row.distance > 0]
+        judged = Counter(
+            (row.verdict_before, row.verdict_after) for row in self.rows if row.is_judged_anew
+        )
+        middle = self.rows[len(self.rows) // 2].distance
+        said = "; ".join(f"{count} went from {a} to {b}" for (a, b), count in judged.items())
+        first = self.rows[0]
+        return (
+            f"{self.before.name} → {self.after.name}: {len(moved)} of {len(self.rows)} heads "
+            f"changed; ‖ΔW‖_F/‖W‖_F is {middle:.3g} in the median and {first.distance:.3g} at most "
+            f"({first.name}, head {first.head}). Verdicts: {said or 'none changed'}. "
+            f"Rests on {self.after.process}."
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; the two audits by their names and summaries."""
+        return {
+            "before": self.before.name,
+            "after": self.after.name,
+            "summary": self.summary,
+            "process": self.after.process,
+            "caveats": list(dict.fromkeys((*self.before.caveats, *self.after.caveats))),
+            "skipped": [asdict(one) for one in self.skipped],
+            "rows": [asdict(row) for row in self.rows],
+        }
+
+
+def compare_checkpoints(
+    before: str | Path | nn.Module,
+    after: str | Path | nn.Module,
+    *,
+    base: str | Path | None = None,
+    config: Mapping[str, Any] | None = None,
+    report: Report | None = None,
+    **settings: Any,
+) -> Comparison:
+    """Audit two checkpoints or live models side by side and say what changed per head.
+
+    `base` and `config` serve both; the rest is `AuditSettings`.  Heads are matched by the name of
+    their attention, wrappers left out, or where names differ by part, kind and layer.
+    """
+    chosen = settings_of(settings)
+    if isinstance(before, nn.Module) or isinstance(after, nn.Module):
+        sides = [
+            (Layers.of_model(one, gains=chosen.gains), {"name": type(one).__name__})
+            for one in (before, after)
+            if isinstance(one, nn.Module)
+        ]
+        if len(sides) < 2:
+            raise InputError(
+                "a live model is compared with a live model.",
+                hint="save it first, or load the checkpoint.",
+            )
+        with torch.no_grad():
+            return _compared(sides, chosen, report)
+    with (
+        open_checkpoint(before, base=base, config=config) as first,
+        open_checkpoint(after, base=base, config=config) as second,
+    ):
+        about = [
+            (
+                Layers.of_checkpoint(one, gains=chosen.gains),
+                {"name": one.name, "format": one.format, "caveats": one.caveats},
+            )
+            for one in (first, second)
+        ]
+        return _compared(about, chosen, report)
+
+
+def _compared(
+    sides: Sequence[tuple[Layers, dict[str, Any]]], settings: AuditSettings, report: Report | None
+) -> Comparison:
+    (first, _), (second, _) = sides
+    pairs, alone = _matched(first.layouts, second.layouts)
+    if not pairs:
+        raise InputError(
+            "the two models have no attention in common.",
+            hint="compare two checkpoints of one architecture.",
+        )
+    total, done = 3 * len(pairs), 0
+
+    def tick(*_: int) -> None:
+        nonlocal done
+        done += 1
+        if report is not None:
+            report(done, total)
+
+    kept = (tuple(a for a, _ in pairs), tuple(b for _, b in pairs))
+    audits = [
+        audit_layers(layers, settings, tick, chosen=chosen, **about)
+        for (layers, about), chosen in zip(sides, kept, strict=True)
+    ]
+    distances: dict[str, list[float]] = {}
+    with one_thread():
+        for ours, theirs in pairs:
+            try:
+                distances[ours.name] = _distances(first, ours, second, theirs)
+            except LocaterError as error:
+                alone.append(Skipped(name=ours.name, reason=error.message))
+            tick()
+    names = {theirs.name: ours.name for ours, theirs in pairs}
+    later = {(names[row.name], row.head): row for row in audits[1].rows}
+    rows = [
+        _change(row, later[row.name, row.head], distances[row.name][row.head])
+        for row in audits[0].rows
+        if (row.name, row.head) in later and row.name in distances
+    ]
+    rows.sort(key=lambda row: -row.distance)
+    skipped = dict.fromkeys((*alone, *audits[0].skipped, *audits[1].skipped))
+    return Comparison(before=audits[0], after=audits[1], rows=tuple(rows), skipped=tuple(skipped))
+
+
+def _matched(
+    first: Iterable[AttentionLayout], second: Iterable[AttentionLayout]
+) -> tuple[list[tuple[AttentionLayout, AttentionLayout]], list[Skipped]]:
+    """Attentions of the same name, else of the same place; and what has no partner."""
+    by_name = {layout.name: layout for layout in second}
+    by_place: dict[tuple[str, str, int], list[AttentionLayout]] = {}
+    for layout in by_name.values():
+        by_place.setdefault((layout.part, layout.kind, layout.layer), []).append(layout)
+    pairs, alone, taken = [], [], set()
+    for ours in first:
+        places = by_place.get((ours.part, ours.kind, ours.layer), [])
+        theirs = by_name.get(ours.name) or (places[0] if len(places) == 1 else None)
+        shape = (ours.heads, ours.kv_heads, ours.head_dim, ours.model)
+        if theirs is None:
+            alone.append(Skipped(name=ours.name, reason="only the first model has it"))
+        elif shape != (theirs.heads, theirs.kv_heads, theirs.head_dim, theirs.model):
+            taken.add(theirs.name)
+            alone.append(Skipped(name=ours.name, reason="its heads have other shapes in the two"))
+        else:
+            taken.add(theirs.name)
+            pairs.append((ours, theirs))
+    for name in by_name:
+        if name not in taken:
+            alone.append(Skipped(name=name, reason="only the second model has it"))
+    return pairs, alone
+
+
+def _distances(
+    first: Layers, ours: AttentionLayout, second: Layers, theirs: AttentionLayout
+) -> list[float]:
+    """The relative change of every head of one attention, a few key heads at a time."""
+    left, right = first.tensors(ours), second.tensors(theirs)
+    found: list[float] = []
+    for key_heads in blocks(ours):
+        forms = (
+            first.form(ours, left, key_heads=key_heads, distances=2),
+            second.form(theirs, right, key_heads=key_heads, distances=2),
+        )
+        found += relative_change(*forms).tolist()
+    return found
+
+
+def relative_change(before: QKForm, after: QKForm) -> Float[Tensor, " heads"]:
+    """‖W_after − W_before‖_F / ‖W_before‖_F without a model × model matrix, exact near zero.
+
+    The difference is [ΔQ; Q_after]ᵀ [K_before; ΔK], a form of twice the head dimension, so nothing
+    large cancels.
+
+    >>> form = QKForm(torch.eye(2, 3), torch.ones(2, 3), temperature=1.0)
+    >>> relative_change(form, QKForm(2 * form.query, form.key, temperature=1.0)).item()
+    1.0
+    """
+    query, key = before.query.detach().double(), before.key.detach().double()
+    other, answer = after.query.detach().double(), after.key.detach().double()
+    left = torch.cat((other - query, other), -2)
+    right = torch.cat((key, answer - key), -2)
+    change = ((left @ left.mT) * (right @ right.mT)).sum((-2, -1)).clamp_min(0)
+    size = ((query @ query.mT) * (key @ key.mT)).sum((-2, -1))
+    return (change / size).sqrt()
+
+
+def _change(before: HeadRecord, after: HeadRecord, distance: float) -> HeadChange:
+    changes: dict[str, float | None] = {}
+    for column in TRACKED:
+        one, other = getattr(before, column), getattr(after, column)
+        changes[column] = None if one is None or other is None else other - one
+    return HeadChange(
+        name=before.name,
+        part=before.part,
+        kind=before.kind,
+        layer=before.layer,
+        head=before.head,
+        distance=distance,
+        changes=changes,
+        verdict_before=before.verdict,
+        verdict_after=after.verdict,
+        regime_before=before.regime,
+        regime_after=after.regime,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """One audit per checkpoint of a run, in the order given."""
+
+    audits: tuple[Audit, ...]
+
+    def trajectories(self) -> list[dict[str, Any]]:
+        """One record per head: its columns as lists over the checkpoints, None where it lacks."""
+        heads: dict[tuple[Any, ...], list[HeadRecord | None]] = {}
+        for place, audit in enumerate(self.audits):
+            for row in audit.rows:
+                key = (row.name, row.head) if self._by_name else _place(row)
+                heads.setdefault(key, [None] * len(self.audits))[place] = row
+        return [_trajectory(track) for track in heads.values()]
+
+    @property
+    def _by_name(self) -> bool:
+        """Whether names tell heads apart that places do not; a prefix may differ between names."""
+        return any(
+            len({_place(row) for row in audit.rows}) < len(audit.rows) for audit in self.audits
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values: the checkpoints' summaries and every head's trajectory."""
+        return {
+            "checkpoints": [audit.name for audit in self.audits],
+            "summaries": [audit.summary for audit in self.audits],
+            "trajectories": self.trajectories(),
+        }
+
+
+def _place(row: HeadRecord) -> tuple[Any, ...]:
+    return row.part, row.kind, row.layer, row.head
+
+
+def _trajectory(track: Sequence[HeadRecord | None]) -> dict[str, Any]:
+    first = next(row for row in track if row is not None)
+    about = {name: getattr(first, name) for name in ("name", "part", "kind", "layer", "head")}
+    followed = ("verdict", "regime", *TRACKED)
+    return about | {
+        column: [None if row is None else getattr(row, column) for row in track]
+        for column in followed
+    }
+
+
+def audit_timeline(
+    sources: Sequence[str | Path], *, report: Report | None = None, **settings: Any
+) -> Timeline:
+    """Audit several checkpoints of one run; the settings are those of `audit_checkpoint`."""
+    audits = []
+    for done, source in enumerate(sources, 1):
+        audits.append(audit_checkpoint(source, **settings))
+        if report is not None:
+            report(done, len(sources))
+    return Timeline(audits=tuple(audits))
