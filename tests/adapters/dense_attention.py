@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from locater import HeadRecord
+from locater import MeasuredHead
 from locater.core.logit_rows import MASKED
 from locater.core.softmax import attention_entropy, propagates
 
@@ -75,7 +75,7 @@ def mean(values: list[float]) -> float:
 
 
 def assert_measures(
-    records: list[HeadRecord], truth: list[Dense], *, tolerance: float = FLOAT64
+    records: list[MeasuredHead], truth: list[Dense], *, tolerance: float = FLOAT64
 ) -> None:
     """Each head's record says what the matrix says."""
     assert len(records) == len(truth)

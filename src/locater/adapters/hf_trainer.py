@@ -1,4 +1,4 @@
-"""LocAteR in the Hugging Face Trainer (extra `hf`)."""
+"""LocAteR and the probe in the Hugging Face Trainer (extra `hf`)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from locater.adapters.probe import Probe, new_metrics, training_probe
 from locater.adapters.regularizer import LocAteR, as_regularizer
 from locater.core.penalty import LocAteRConfig
 from locater.errors import MissingExtraError
@@ -97,6 +98,58 @@ class LocAteRCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         """Add the metrics to what later callbacks and the history see."""
         if logs is not None and "loss" in logs and self.regularizer is not None:
             metrics = self.regularizer.metrics()
+            logs.update(metrics)
+            if state.log_history:
+                state.log_history[-1].update(metrics)
+
+
+class ProbeMixin(_Base):
+    """Puts what attention does in training beside every training loss that a Trainer logs.
+
+    `class MyTrainer(ProbeMixin, Trainer): pass`, then `MyTrainer(…, probe={"every": 100})` with the
+    settings of a `Probe`.  Each log covers the passes measured since the last one.
+    """
+
+    def __init__(self, *args: Any, probe: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        assert self.model is not None
+        self.probe = training_probe(self.model, probe)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's own, watched."""
+        with self.probe:
+            return super().train(*args, **kwargs)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """The Trainer's own logs, with `locater/layer_{i}/…` beside the training loss."""
+        if "loss" in logs:
+            logs = {**logs, **new_metrics(self.probe)}
+        super().log(logs, *args, **kwargs)
+
+
+class ProbeCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
+    """The same for a Trainer one cannot subclass; loggers that come after it see its metrics."""
+
+    def __init__(self, probe: dict[str, Any] | None = None) -> None:
+        self.settings = probe
+        self.probe: Probe | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Start watching the model that is about to be trained."""
+        self.probe = training_probe(kwargs["model"], self.settings)
+        self.probe.attach()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave the model alone."""
+        if self.probe is not None:
+            self.probe.detach()
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any
+    ) -> None:
+        """Add the metrics to what later callbacks and the history see."""
+        if logs is not None and "loss" in logs and self.probe is not None:
+            metrics = new_metrics(self.probe)
             logs.update(metrics)
             if state.log_history:
                 state.log_history[-1].update(metrics)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
@@ -25,53 +23,21 @@ from locater.adapters.names import plain_name
 from locater.adapters.probe_records import (
     Alarm,
     AlarmRules,
-    HeadRecord,
+    MeasuredHead,
+    Seen,
     TokenRank,
     head_records,
+    layer_metrics,
     token_rank,
 )
 from locater.adapters.recipes import RECIPES
 from locater.adapters.resolve import Recipe
 from locater.core.logit_rows import Asking, Logits
 from locater.core.process import TokenProcess
-from locater.core.streaming import Tally, tally
+from locater.core.streaming import tally
 from locater.errors import ConfigError, InputError, LocaterError
 
 When = Literal["always", "training", "evaluation"]
-
-
-@dataclass(eq=False)
-class Seen:
-    """What was measured of one attention."""
-
-    place: Place
-    sums: Tally | None = None
-    ranks: list[Float[Tensor, "sequences 3"]] = field(default_factory=list)
-    inputs: list[Float[Tensor, "batch tokens model"]] = field(default_factory=list)
-
-    def add(self, other: Seen) -> None:
-        """Take in another pass."""
-        if self.sums is None:
-            self.sums = other.sums
-        elif other.sums is not None:
-            self.sums.add(other.sums)
-        self.ranks += other.ranks
-        self.inputs += other.inputs
-
-    def rank(self) -> TokenRank | None:
-        """Averages over all sequences."""
-        if not self.ranks:
-            return None
-        every = torch.cat(self.ranks).double()
-        similarity, effective, residual = every.mean(0).tolist()
-        return TokenRank(
-            name=self.place.name,
-            layer=self.place.layer,
-            similarity=similarity,
-            effective_rank=effective,
-            residual=residual,
-            sequences=len(every),
-        )
 
 
 class Probe:
@@ -166,7 +132,7 @@ class Probe:
         self._seen, self.measured = {}, 0
 
     @property
-    def records(self) -> list[HeadRecord]:
+    def records(self) -> list[MeasuredHead]:
         """One record per head of every attention that ran, in the order of first use."""
         return [
             record
@@ -223,54 +189,32 @@ class Probe:
 
     def metrics(self) -> dict[str, float]:
         """Averages over the heads of each layer, under `locater/layer_{i}/…`, for any logger."""
-        labels = _labels([seen.place for seen in self._results()])
-        results: dict[str, float] = {}
-        for label, seen in zip(labels, self._results(), strict=True):
-            if seen.sums is not None:
-                heads = head_records(seen.place, seen.sums)
-                results |= {
-                    f"locater/{label}/entropy": _mean([one.entropy for one in heads]),
-                    f"locater/{label}/min_entropy": min(one.entropy for one in heads),
-                    f"locater/{label}/rho": _mean([one.rho.rho.nanmean().item() for one in heads]),
-                    f"locater/{label}/max_logit": max(one.max_logit for one in heads),
-                    f"locater/{label}/sink_mass": _mean([one.sink_mass for one in heads]),
-                    f"locater/{label}/distance": _mean([one.distance for one in heads]),
-                }
-            rank = seen.rank()
-            if rank is not None:
-                results |= {
-                    f"locater/{label}/similarity": rank.similarity,
-                    f"locater/{label}/effective_rank": rank.effective_rank,
-                    f"locater/{label}/residual": rank.residual,
-                }
+        results = layer_metrics(self._results())
         results["locater/alarms"] = float(len(self.alarms))
-        return {name: value for name, value in results.items() if math.isfinite(value)}
+        return results
 
-    def _before(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
-            raise _compiled(type(self.model).__name__)
+    def begin(self) -> None:
+        """Count a forward pass and, where it is one to measure, listen until `end`.
+
+        For loops that call parts of the model, so that hooks on the whole of it see nothing.
+        """
         if self._watch is not None:  # the model calls itself
             return
-        if self.when != "always" and module.training != (self.when == "training"):
+        if self.when != "always" and self.model.training != (self.when == "training"):
             return
         self.forwards += 1
         if (self.forwards - 1) % self.every == 0:
+            _refuse_compiled(self.model)
             self._pass = {}
             self._watch = Watch(self._places, self._names, self._heard, self._left)
-            self._watch.start(module)
+            self._watch.start(self.model)
 
-    def _after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    def end(self) -> None:
+        """Take in what was measured since `begin`."""
         if self._watch is None:
             return
-        watch, is_done = self._watch, output is not None  # None: an error is on its way out
-        if is_done:
-            watch.leave(module, args, kwargs, output)
-            if watch.frames:  # the model called itself, and goes on
-                return
+        self._watch.stop()
         self._watch = None
-        watch.stop()
-        if not is_done:
-            return
         self.measured += 1
         for name, seen in self._pass.items():
             if name in self._seen:
@@ -278,6 +222,22 @@ class Probe:
             else:
                 self._seen[name] = seen
         self._book.check(self.forwards, [(s.place, s.sums, s.rank()) for s in self._pass.values()])
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            raise _compiled(type(self.model).__name__)
+        self.begin()
+
+    def _after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if self._watch is None:
+            return
+        if output is None:  # an error is on its way out: nothing of this pass counts
+            self._watch.stop()
+            self._watch = None
+            return
+        self._watch.leave(module, args, kwargs, output)
+        if not self._watch.frames:  # else the model called itself, and goes on
+            self.end()
 
     def _root_only(self, hook: Any) -> Any:
         def only(module: nn.Module, *rest: Any) -> None:
@@ -362,6 +322,19 @@ class Probe:
         return found[0]
 
 
+def training_probe(model: nn.Module, settings: Mapping[str, Any] | None) -> Probe:
+    """A probe for training loops: in training only, and no inputs kept unless asked for."""
+    chosen: dict[str, Any] = {"when": "training", "keep": 0, **(settings or {})}
+    return Probe(model, **chosen)
+
+
+def new_metrics(probe: Probe) -> dict[str, float]:
+    """The metrics of what was measured since they were last asked for; then it is forgotten."""
+    metrics = probe.metrics() if probe.measured else {}
+    probe.reset()
+    return metrics
+
+
 def _check(queries: object, every: int, when: str, keep: int) -> None:
     is_count = isinstance(queries, int) and not isinstance(queries, bool) and queries > 0
     if queries not in ("last", "all") and not is_count:
@@ -402,18 +375,3 @@ def _compiled(name: str) -> LocaterError:
 
 def _no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast(device.type, enabled=False)
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _labels(places: list[Place]) -> list[str]:
-    """layer_3 where that says which; else with the part and kind; else the module's own name."""
-    for label in (
-        [f"layer_{place.layer}" for place in places],
-        [f"{place.part}_{place.kind}/layer_{place.layer}" for place in places],
-    ):
-        if len(set(label)) == len(label):
-            return label
-    return [place.name or "model" for place in places]

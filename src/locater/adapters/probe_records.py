@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -17,7 +18,7 @@ from locater.errors import ConfigError
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class HeadRecord:
+class MeasuredHead:
     """What one head did, over all the rows that were measured; logits are in nats.
 
     A row is one query of one sequence.  Standard errors take the rows of a sequence to depend on
@@ -74,7 +75,7 @@ def _plain(tensor: Tensor | None) -> list[float | None]:
     return [value if math.isfinite(value) else None for value in values]
 
 
-def head_records(place: Place, sums: Tally) -> list[HeadRecord]:
+def head_records(place: Place, sums: Tally) -> list[MeasuredHead]:
     """One record per head of an attention."""
     keys = sums.gates.values.shape[-1]
     theta = torch.arange(1, keys + 1, dtype=torch.float64) / keys
@@ -97,7 +98,7 @@ def head_records(place: Place, sums: Tally) -> list[HeadRecord]:
         )
     }
     return [
-        HeadRecord(
+        MeasuredHead(
             name=place.name,
             layer=place.layer,
             head=head,
@@ -178,6 +179,79 @@ def _rank_of(
         ],
         dim=1,
     )
+
+
+@dataclass(eq=False)
+class Seen:
+    """What was measured of one attention."""
+
+    place: Place
+    sums: Tally | None = None
+    ranks: list[Float[Tensor, "sequences 3"]] = field(default_factory=list)
+    inputs: list[Float[Tensor, "batch tokens model"]] = field(default_factory=list)
+
+    def add(self, other: Seen) -> None:
+        """Take in another pass."""
+        if self.sums is None:
+            self.sums = other.sums
+        elif other.sums is not None:
+            self.sums.add(other.sums)
+        self.ranks += other.ranks
+        self.inputs += other.inputs
+
+    def rank(self) -> TokenRank | None:
+        """Averages over all sequences."""
+        if not self.ranks:
+            return None
+        every = torch.cat(self.ranks).double()
+        similarity, effective, residual = every.mean(0).tolist()
+        return TokenRank(
+            name=self.place.name,
+            layer=self.place.layer,
+            similarity=similarity,
+            effective_rank=effective,
+            residual=residual,
+            sequences=len(every),
+        )
+
+
+def layer_metrics(results: Sequence[Seen]) -> dict[str, float]:
+    """Averages over the heads of each attention, and of its tokens, as `locater/layer_{i}/…`."""
+    metrics: dict[str, float] = {}
+    for label, seen in zip(_labels([seen.place for seen in results]), results, strict=True):
+        if seen.sums is not None:
+            heads = head_records(seen.place, seen.sums)
+            metrics |= {
+                f"locater/{label}/entropy": _mean([one.entropy for one in heads]),
+                f"locater/{label}/min_entropy": min(one.entropy for one in heads),
+                f"locater/{label}/rho": _mean([one.rho.rho.nanmean().item() for one in heads]),
+                f"locater/{label}/max_logit": max(one.max_logit for one in heads),
+                f"locater/{label}/sink_mass": _mean([one.sink_mass for one in heads]),
+                f"locater/{label}/distance": _mean([one.distance for one in heads]),
+            }
+        rank = seen.rank()
+        if rank is not None:
+            metrics |= {
+                f"locater/{label}/similarity": rank.similarity,
+                f"locater/{label}/effective_rank": rank.effective_rank,
+                f"locater/{label}/residual": rank.residual,
+            }
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _labels(places: list[Place]) -> list[str]:
+    """layer_3 where that says which; else with the part and kind; else the module's own name."""
+    for label in (
+        [f"layer_{place.layer}" for place in places],
+        [f"{place.part}_{place.kind}/layer_{place.layer}" for place in places],
+    ):
+        if len(set(label)) == len(label):
+            return label
+    return [place.name or "model" for place in places]
 
 
 Rule = Literal["entropy", "logits", "rank"]
