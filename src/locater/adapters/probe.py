@@ -26,6 +26,7 @@ from locater.adapters.probe_records import (
     MeasuredHead,
     Seen,
     TokenRank,
+    gathered,
     head_records,
     layer_metrics,
     token_rank,
@@ -130,6 +131,14 @@ class Probe:
     def reset(self) -> None:
         """Forget what was measured; the alarms, and what they compare with, stay."""
         self._seen, self.measured = {}, 0
+
+    def gather(self) -> None:
+        """Make every rank's results those of all ranks together; each rank has to call this.
+
+        Kept inputs and alarms stay each rank's own.
+        """
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            self._seen = gathered(self._seen)
 
     @property
     def records(self) -> list[MeasuredHead]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from locater.adapters.attention_capture import Place
 from locater.core.profile import Profile
-from locater.core.streaming import BINS, Tally
+from locater.core.streaming import BINS, Ratio, Tally
 from locater.errors import ConfigError
 
 
@@ -213,6 +213,35 @@ class Seen:
             residual=residual,
             sequences=len(every),
         )
+
+
+def gathered(results: Mapping[str, Seen]) -> dict[str, Seen]:
+    """The sums of all ranks, on every rank; inputs that were kept stay where they are."""
+    mine = [(name, seen.place, seen.sums, seen.ranks) for name, seen in results.items()]
+    every: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(every, _on(mine, torch.device("cpu")))
+    whole: dict[str, Seen] = {}
+    for rank in every:
+        for name, place, sums, ranks in rank:
+            whole.setdefault(name, Seen(place)).add(Seen(place, sums, list(ranks)))
+    for name, seen in results.items():
+        whole[name].inputs = seen.inputs
+        if seen.sums is not None:
+            whole[name].sums = _on(whole[name].sums, seen.sums.max_logit.device)
+    return whole
+
+
+def _on(thing: Any, device: torch.device) -> Any:
+    """The same with every tensor on another device."""
+    if isinstance(thing, Tensor):
+        return thing.to(device)
+    if isinstance(thing, (list, tuple)):
+        return type(thing)(_on(one, device) for one in thing)
+    if isinstance(thing, (Tally, Ratio)):
+        return type(thing)(
+            **{one.name: _on(getattr(thing, one.name), device) for one in fields(thing)}
+        )
+    return thing
 
 
 def layer_metrics(results: Sequence[Seen]) -> dict[str, float]:
