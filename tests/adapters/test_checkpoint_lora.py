@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.adapters.loopback import serving
 from torch import Tensor
 
 from locater import LocaterError
@@ -134,6 +135,27 @@ def test_factors_beside_their_base_layers_are_merged(
     assert "config={'lora_alpha'" in str(caught.value.hint)
 
 
+def test_factors_of_torchs_own_attention_are_merged(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = torch.nn.ModuleDict({"attn": torch.nn.MultiheadAttention(8, 2)})
+    config = LoraConfig(r=2, lora_alpha=6, target_modules=["attn"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        peft = get_peft_model(model, config)  # type: ignore[arg-type]
+        for name, parameter in peft.named_parameters():
+            if "lora_B" in name:
+                parameter.data.add_(torch.linspace(-1, 1, len(parameter))[:, None])
+        torch.save(peft.state_dict(), tmp_path / "attention.pt")
+        merged = peft.merge_and_unload().state_dict()
+    said = {"lora_alpha": 6, "num_heads": 2}
+    with open_checkpoint(tmp_path / "attention.pt", config=said) as checkpoint:
+        (found,), skipped = layouts(checkpoint.shapes, checkpoint.config)
+        weight = checkpoint.read(found.tensors)[found.query.weight]
+    assert not skipped
+    assert errors({"attn.in_proj_weight": weight}, merged)[0] < ROUNDING
+
+
 def test_the_adapter_names_its_base_and_only_what_is_needed_is_read(tmp_path: Path) -> None:
     adapted(tmp_path, "llama", **PLAIN)
     path = tmp_path / "adapter" / "adapter_config.json"
@@ -154,6 +176,16 @@ def test_the_adapter_names_its_base_and_only_what_is_needed_is_read(tmp_path: Pa
     file = tmp_path / "adapter" / "adapter_model.safetensors"
     with open_checkpoint(file) as named:
         assert named.format == "lora"
+
+
+def test_an_adapter_and_its_base_may_be_on_a_server(tmp_path: Path) -> None:
+    _, merged = adapted(tmp_path, "llama", **PLAIN)
+    name = "model.layers.1.self_attn.q_proj.weight"
+    with (
+        serving(tmp_path) as server,
+        open_checkpoint(f"{server.url}/adapter", base=f"{server.url}/base") as checkpoint,
+    ):
+        assert max(errors(checkpoint.read([name]), merged)) < ROUNDING
 
 
 def test_a_half_precision_base_is_merged_without_rounding(tmp_path: Path) -> None:

@@ -303,6 +303,25 @@ def test_hub_repositories_that_are_not_there_or_not_allowed_say_so(
             open_checkpoint("org/name")
 
 
+@pytest.mark.parametrize(
+    ("page", "revision"),
+    [
+        ("", "main"),
+        ("/tree/v1.0", "v1.0"),
+        ("/blob/refs%2Fpr%2F3/model.safetensors", "refs/pr/3"),
+        ("/resolve/main/model.safetensors?download=true", "main"),
+    ],
+)
+def test_pages_of_the_hub_are_read_as_hub_ids(
+    model: Path, hub: pytest.MonkeyPatch, page: str, revision: str
+) -> None:
+    with serving(model, token="secret") as server:
+        point_to(hub, server.url)
+        with open_checkpoint(f"https://huggingface.co/org/name{page}") as checkpoint:
+            assert checkpoint.config == LLAMA
+        assert server.requests[0][0] == f"/api/models/org/name/revision/{revision}"
+
+
 def fill_cache(cache: Path, model: Path, commit: str) -> None:
     """What a download leaves behind."""
     folder = cache / "models--org--name"

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 from torch import Tensor
 
@@ -57,6 +57,10 @@ NO_CONFIG = (
 _HUB_ID = re.compile(
     r"(?P<repository>[\w.-]+/[\w.-]+)(?:/(?P<file>[\w./-]+))?(?:@(?P<revision>[\w./-]+))?"
 )
+_HUB_URL = re.compile(
+    r"https://huggingface\.co/(?P<repository>[\w.-]+/[\w.-]+)"
+    r"(?:/(?:tree|blob|resolve)/(?P<revision>[^/?]+)(?:/(?P<file>[\w./-]+))?)?/?(?:\?.*)?"
+)
 _OPENERS = 8  # shards of a remote checkpoint whose headers are fetched at the same time
 
 
@@ -87,7 +91,7 @@ class Checkpoint:
 
     @property
     def bytes_read(self) -> int:
-        """How many bytes were read from disk or came over the network so far."""
+        """How many bytes of its tensor files were read or came over the network so far."""
         return self.tensors.bytes_read
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
@@ -138,24 +142,23 @@ def open_checkpoint(
     given = config or {}
     if ADAPTER_CONFIG in place.names() and choice.files[:1] and _is_adapter(choice.files[0]):
         return _adapted(str(source), place, choice, base, given, report)
+    found = _opened(str(source), place, choice, given, report)
     if base is not None:
-        raise LocaterError(
-            f"{source} is not an adapter, and base={str(base)!r} was given.",
-            hint=f"give base= with a folder that holds {ADAPTER_CONFIG}.",
-        )
-    return _opened(str(source), place, choice, given, report)
+        found.caveats += (f"base= was given and not used: {source} is not an adapter",)
+    return found
 
 
 def _find(source: str | Path) -> tuple[Place, Choice]:
     """The folder that a source speaks of, and the files in it that are meant."""
     text = str(source)
-    if re.match("https?://", text):
+    page = _HUB_URL.fullmatch(text)
+    if re.match("https?://", text) and not page:
         return _find_url(text)
     path = Path(source)
-    hub_id = _HUB_ID.fullmatch(text)
-    if isinstance(source, str) and hub_id and not os.path.lexists(path):
-        repository = HubRepository(hub_id["repository"], hub_id["revision"])
-        file = hub_id["file"]
+    hub_id = page or (isinstance(source, str) and _HUB_ID.fullmatch(text))
+    if hub_id and not os.path.lexists(path):
+        revision, file = hub_id["revision"], hub_id["file"]
+        repository = HubRepository(hub_id["repository"], revision and unquote(revision))
         return repository, _file_choice(file) if file else choose(repository.names(), text)
     if stat.S_ISDIR(status(path).st_mode):
         folder = Folder(path)
