@@ -393,3 +393,7 @@ def test_processes_that_cannot_be_are_refused(
 ) -> None:
     with pytest.raises(error, match=f"{re.escape(message)}(.|\n)*hint: .*{re.escape(hint)}"):
         call()
+
+
+def test_the_correlation_of_neighbors_keeps_all_its_digits() -> None:
+    assert TokenProcess.autoregressive(3, 0.9).kernel[0].tolist() == [1.0, 0.9, 0.9**2]

@@ -84,7 +84,9 @@ class TokenProcess:
                 hint="phi = 1 is the random walk: TokenProcess.random_walk.",
             )
         step = _steps(tokens)
-        return cls(torch.as_tensor(phi).double() ** (step[:, None] - step).abs(), covariance)
+        return cls(
+            torch.tensor(phi, dtype=torch.float64) ** (step[:, None] - step).abs(), covariance
+        )
 
     @classmethod
     def independent(cls, tokens: int, *, covariance: Tensor | None = None) -> TokenProcess:

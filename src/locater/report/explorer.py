@@ -186,7 +186,7 @@ def explorer_section() -> Section:
         ("neighbors", "φ, correlation of neighbors", -0.95, 0.99, 0.01, _START["neighbors"]),
     )
     fields = [
-        f'<label>{label} <output id="explorer-{name}">{_START[name]}</output><input type="range" '
+        f'<label>{label} <span class="value" id="explorer-{name}">{_START[name]}</span><input type="range" '
         f'name="{name}" min="{low}" max="{high}" step="{step}" value="{value}"></label>'
         for name, label, low, high, step, value in sliders
     ]

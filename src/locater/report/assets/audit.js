@@ -188,7 +188,7 @@
     const [plane, singular, rho] = audit.sizes[k], scales = audit.scales[k];
     const start = audit.starts[k], share = place => audit.shares[start + place] / 32767;
     const take = (from, count, scale) => Array.from({length: count}, (_, j) =>
-      Number((share(from + j) * scale).toPrecision(5)));
+      Number((share(from + j) * scale).toPrecision(6)));
     return {real: take(0, plane, scales[0]), imaginary: take(plane, plane, scales[0]),
       singular: take(2 * plane, singular, scales[1]), rho: take(2 * plane + singular, rho, scales[2])};
   }

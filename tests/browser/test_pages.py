@@ -1,0 +1,81 @@
+"""What is true of every page: it opens, asks for nothing, and can be read by everybody."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+from tests.browser.conftest import Open
+
+PAGES = ("figures_page", "one_audit_page", "two_audits_page")
+
+
+@pytest.fixture(params=PAGES)
+def path(request: pytest.FixtureRequest) -> Path:
+    return request.getfixturevalue(request.param)
+
+
+def test_a_page_opens_in_silence_and_asks_for_nothing(path: Path, open_page: Open) -> None:
+    opened = open_page(path)
+    assert opened.errors == []
+    assert opened.outside == []
+    boxes = opened.page.locator(".chart")
+    assert boxes.count() == opened.page.locator('.chart[data-drawn="yes"] svg.marks').count() > 0
+
+
+def test_a_request_that_leaves_the_page_would_be_seen(
+    one_audit_page: Path, open_page: Open
+) -> None:
+    opened = open_page(one_audit_page)
+    # what the page's own policy forbids does not even reach the guard
+    opened.page.evaluate("fetch('https://example.org/').catch(() => 0)")
+    opened.page.wait_for_function("performance.now() > 0")
+    assert any("Content Security Policy" in error for error in opened.errors)
+    assert opened.outside == []
+
+
+def test_a_phone_needs_no_sideways_scrolling(path: Path, open_page: Open) -> None:
+    opened = open_page(path, width=390, scheme="dark")
+    widths = opened.page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
+    assert widths == [390, 390]
+    assert opened.errors == []
+
+
+def test_dark_mode_turns_paper_and_charts(path: Path, open_page: Open) -> None:
+    page = open_page(path).page
+    label = ".chart svg .role-axis-label text"
+
+    def brightness(selector: str, kind: str) -> float:
+        color = page.locator(selector).first.evaluate(f"n => getComputedStyle(n).{kind}")
+        red, green, blue = (float(x) for x in color.strip("rgba()").split(",")[:3])
+        return (red + green + blue) / (3 * 255)
+
+    assert brightness("body", "backgroundColor") > 0.9
+    assert brightness(label, "fill") < 0.2
+    page.emulate_media(color_scheme="dark")
+    page.wait_for_function(
+        f"getComputedStyle(document.querySelector('{label}')).fill !== 'rgb(27, 27, 27)'"
+    )
+    assert brightness("body", "backgroundColor") < 0.2
+    assert brightness(label, "fill") > 0.8
+
+
+def test_every_chart_has_words_and_every_page_its_landmarks(path: Path, open_page: Open) -> None:
+    page = open_page(path).page
+    labels = page.locator(".chart").evaluate_all("all => all.map(n => n.ariaLabel)")
+    assert all(len(label) > 20 for label in labels)
+    assert page.locator("h1").count() == 1
+    levels = page.locator("h1, h2, h3, h4").evaluate_all("all => all.map(n => +n.tagName[1])")
+    assert all(later - earlier <= 2 for earlier, later in itertools.pairwise(levels))
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.textContent") == "Skip to the content"
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "content"
+    for control in page.locator("input, select").all():
+        assert control.evaluate("n => n.labels.length") == 1
+
+
+def test_links_of_the_verdicts_lead_to_their_sections(figures_page: Path, open_page: Open) -> None:
+    page = open_page(figures_page).page
+    targets = page.locator(".verdicts a").evaluate_all("all => all.map(n => n.hash)")
+    assert len(targets) > 10
+    assert all(page.locator(target).count() == 1 for target in targets)
