@@ -28,6 +28,18 @@ _COMMANDS: dict[str, tuple[str, str]] = {
         "what changed between two checkpoints, head by head",
         "locater compare model tuned --top 8",
     ),
+    "train": (
+        "train one model of the paper's, measured as it trains; run again to go on",
+        "locater train --preset tiny --out run",
+    ),
+    "sweep": (
+        "train a figure's or a question's settings with every seed; table and figure",
+        "locater sweep tiny --out runs",
+    ),
+    "report": (
+        "your own runs and audits on one page",
+        "locater report model tuned --tokens 64 --out page.html",
+    ),
     "reproduce": (
         "make every figure of the paper again, on one page",
         "locater reproduce --only fig1,fig4 --out out",

@@ -72,8 +72,8 @@ class TrainConfig:
     """Measurements between two exact predictions of ρ, which cost the most."""
 
     def __post_init__(self) -> None:
-        hints = get_type_hints(type(self))
-        for field in dataclasses.fields(self):
+        hints = get_type_hints(TrainConfig)
+        for field in dataclasses.fields(TrainConfig):
             choices, value = get_args(hints[field.name]), getattr(self, field.name)
             if choices and all(isinstance(one, str) for one in choices) and value not in choices:
                 raise ConfigError(
@@ -119,8 +119,9 @@ class TrainConfig:
 
     def changes(self) -> dict[str, Any]:
         """The settings that differ from the defaults."""
-        default = {field.name: field.default for field in dataclasses.fields(self)}
-        return {name: value for name, value in asdict(self).items() if value != default[name]}
+        values = asdict(self)
+        default = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
+        return {name: values[name] for name in default if values[name] != default[name]}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainConfig:
