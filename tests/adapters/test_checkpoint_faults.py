@@ -466,7 +466,7 @@ def test_no_input_breaks_the_gguf_parser(tiny_gguf: bytes, draw: st.DataObject) 
 
 
 @pytest.mark.slow
-@VERY_MANY
+@settings(VERY_MANY, max_examples=5000)
 @given(draw=st.data())
 def test_no_input_of_very_many_breaks_the_gguf_parser(
     tiny_gguf: bytes, draw: st.DataObject
