@@ -219,11 +219,10 @@ def audit_labels(audits: Sequence[Audit]) -> list[str]:
     """
     names = [audit.name for audit in audits]
     paths = [name.rstrip("/").split("/") for name in names]
-    depth = 1
-    while depth < max(map(len, paths)) and len({tuple(p[-depth:]) for p in paths}) < len(
-        set(names)
-    ):
-        depth += 1
+    deepest = max(map(len, paths), default=1)
+    ends = ({tuple(path[-depth:]) for path in paths} for depth in range(1, deepest))
+    apart = [depth for depth, some in enumerate(ends, 1) if len(some) == len(set(names))]
+    depth = min(apart, default=deepest)
     short = ["/".join(path[-depth:]) for path in paths]
     return [
         label if short.count(label) == 1 else f"{label} ({place})"

@@ -186,8 +186,9 @@ def explorer_section() -> Section:
         ("neighbors", "φ, correlation of neighbors", -0.95, 0.99, 0.01, _START["neighbors"]),
     )
     fields = [
-        f'<label>{label} <span class="value" id="explorer-{name}">{_START[name]}</span><input type="range" '
-        f'name="{name}" min="{low}" max="{high}" step="{step}" value="{value}"></label>'
+        f'<label>{label} <span class="value" id="explorer-{name}">{_START[name]}</span>'
+        f'<input type="range" name="{name}" min="{low}" max="{high}" step="{step}" '
+        f'value="{value}"></label>'
         for name, label, low, high, step, value in sliders
     ]
     options = "".join(f'<option value="{k}">{words}</option>' for k, words in _PROCESSES.items())
