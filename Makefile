@@ -6,14 +6,21 @@ BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SCALE ?= quick
 
-.PHONY: reproduce test check bench clean
+.PHONY: reproduce test check bench browser clean
 .DELETE_ON_ERROR:
 
 reproduce: .venv/installed
 	@$(BIN)/locater reproduce --scale $(SCALE)
 
-test: .venv/installed-dev
+test: .venv/installed-dev browser
 	@$(BIN)/python -m pytest -n auto
+
+# the browser tests want a Chromium; without one they are skipped and say so
+browser:
+	@command -v chromium >/dev/null || [ -n "$$LOCATER_CHROMIUM" ] || \
+	  { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && echo "installing Chromium" >&2 && \
+	    apt-get update -qq >/dev/null && apt-get install -y -qq chromium >/dev/null 2>&1; } || \
+	  echo "no Chromium (apt-get install chromium): the browser tests will be skipped" >&2
 
 check: .venv/installed-dev
 	@$(BIN)/ruff check .

@@ -7,6 +7,8 @@ chart, of a file on disk (a page from a server comes on top).
 
 from __future__ import annotations
 
+import os
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +22,7 @@ from locater.audit import Audit, audit_model
 from locater.report.audit_page import audit_page
 from locater.report.reproduce import ReproduceConfig, reproduce
 
-CHROMIUM = Path("/usr/bin/chromium")
+CHROMIUM = os.environ.get("LOCATER_CHROMIUM") or shutil.which("chromium")
 LIMIT = 5_000_000
 
 
@@ -55,13 +57,13 @@ def large_audit(name: str = "32x32", *, layers: int = 32, heads: int = 32) -> Au
 
 def time_to_ready(path: Path, *, repeats: int = 3) -> Timing | None:
     """Seconds until every chart is drawn; None where there is no browser."""
-    if not CHROMIUM.exists():
+    if not CHROMIUM:
         return None
     from playwright.sync_api import sync_playwright
 
     seconds = []
     with sync_playwright() as play:
-        browser = play.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
+        browser = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         for _ in range(repeats):
             page = browser.new_page()
             start = time.perf_counter()
