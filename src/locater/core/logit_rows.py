@@ -41,10 +41,14 @@ class ScoredKeys:
     def rows(
         self, sequences: slice | Int[Tensor, " some"], queries: Int[Tensor, " rows"]
     ) -> tuple[Float[Tensor, "some heads rows keys"], Visible]:
-        """The logits of these queries, -inf where a key is hidden, and which are visible."""
+        """The logits of these queries, -inf where a key is hidden, and which are visible.
+
+        Keys after the last that a causal flag lets any of them see are left out.
+        """
         dtype = torch.float64 if self.query.dtype == torch.float64 else torch.float32
         query = self.query[sequences].index_select(2, queries).to(dtype)
-        key = self.key[sequences].to(dtype)
+        reach = int(queries.max()) + 1 if self.is_causal else self.key.shape[2]
+        key = self.key[sequences][:, :, :reach].to(dtype)  # none of them sees further
         shared = key.shape[1]
         grouped = query.unflatten(1, (shared, -1)).flatten(2, 3)  # a key head's queries together
         logits = (grouped @ key.mT).view(*query.shape[:3], -1).mul_(self.scale)
@@ -53,7 +57,7 @@ class ScoredKeys:
             keys = torch.arange(logits.shape[-1], device=logits.device)
             visible = (keys <= queries[:, None])[None, None]
         for mask in self.masks:
-            part = _four_axes(mask)
+            part = _four_axes(mask)[..., :reach]
             part = part if part.shape[0] == 1 else part[sequences]
             part = part if part.shape[2] == 1 else part.index_select(2, queries)
             seen = part if part.dtype == torch.bool else part > MASKED

@@ -214,56 +214,62 @@ class _Block:
         queries = queries.to(device)
         where = where if isinstance(where, slice) else where.to(device)
         logits, seen = self.attention.rows(where, queries)
-        keys = logits.shape[-1]
+        keys = logits.shape[-1]  # those after the last visible one may be missing
         visible = logits.new_ones(1, 1, 1, keys, dtype=torch.bool) if seen is None else seen
+        visible = visible.expand(-1, -1, len(queries), -1)
         count = visible.sum(-1)
         counted = count >= 2
         if asks is not None:
             counted = counted & asks[where].index_select(1, queries)[:, None]
         visible = visible & counted[..., None]
-        is_whole = seen is None and asks is None
-        top = logits.amax(-1)
-        shifted = (logits - torch.where(top == -torch.inf, 0, top)[..., None]).clamp_min_(-1e5)
-        weights = shifted.exp()
-        total = weights.sum(-1, keepdim=True)
-        weights.div_(total.clamp_min(torch.finfo(total.dtype).tiny))
-        entropy = total[..., 0].log() - (weights * shifted).sum(-1)
-        filled = logits if is_whole else logits.masked_fill(~visible, 0)
+        weights, entropy, top = _softmax(logits)
+        filled = logits
+        if seen is not None or asks is not None:
+            filled = logits.masked_fill(~visible, 0)
+            weights = weights if bool(counted.all()) else weights * counted[..., None]
+            entropy = torch.where(counted, entropy, 0)
+            top = torch.where(counted, top, -torch.inf)
         # Definition 1 on the keys that the query sees: 0 <= (ω_i − mean ω + 1)/T <= 1
         score = filled - ((filled.sum(-1) / count.clamp_min(1)) - 1)[..., None]
-        gates = (score >= 0) & (score <= count[..., None])
-        if not is_whole:
-            gates = gates & visible
-            weights = weights * counted[..., None]
-            top = torch.where(counted, top, -torch.inf)
-            entropy = torch.where(counted, entropy, 0)
-        place = (queries + self.asking.first_key)[:, None] - torch.arange(
-            keys, device=logits.device
-        )
+        gates = (score >= 0) & (score <= count[..., None]) & visible
+        place = (queries + self.asking.first_key)[:, None] - torch.arange(keys, device=device)
         first = visible.to(torch.uint8).argmax(-1, keepdim=True).expand(*top.shape, 1)
-        one = torch.ones_like(entropy)
-        sums = {
-            "rows": (one * counted).sum(2),
-            "entropy": entropy.sum(2),
-            "log_keys": (one * counted * count.clamp_min(1).to(_exact(count)).log()).sum(2),
-            "sink": weights.gather(-1, first)[..., 0].sum(2),
-            "distance": torch.einsum("bhrk,rk->bh", weights, place.abs().to(weights.dtype)),
-            "seen": visible.expand(logits.shape).sum(2, dtype=logits.dtype)
-            if not is_whole
-            else torch.full_like(logits[:, :, 0], len(queries)),
+        rows = torch.ones_like(entropy) * counted
+        by_key = {
+            "seen": visible.sum(2, dtype=logits.dtype).expand(logits[:, :, 0].shape),
             "gates": gates.sum(2, dtype=logits.dtype),
             "attention": weights.sum(2),
             "logits": filled.sum(2),
             "squares": filled.square().sum(2),
+        }
+        missing = self.attention.shape[3] - keys
+        sums = {
+            "rows": rows.sum(2),
+            "entropy": entropy.sum(2),
+            "log_keys": (rows * count.clamp_min(1).to(_exact(count)).log()).sum(2),
+            "sink": weights.gather(-1, first)[..., 0].sum(2),
+            "distance": weights.flatten(2) @ place.abs().to(weights.dtype).flatten(),
+            **{name: functional.pad(one, (0, missing)) for name, one in by_key.items()},
             **_by_theta(gates, visible, torch.where(counted, count, 0)),
         }
         return sums, top.amax((0, 2))
 
 
+def _softmax(logits: Float[Tensor, "*rows keys"]) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention, its entropy and the largest logit of rows; hidden keys have -inf."""
+    top = logits.amax(-1)
+    shifted = logits - torch.where(top == -torch.inf, 0, top)[..., None]
+    weights = shifted.exp()
+    total = weights.sum(-1)
+    weights.div_(total.clamp_min(torch.finfo(total.dtype).tiny)[..., None])
+    entropy = total.log() - torch.linalg.vecdot(weights, shifted.clamp_min_(-1e5))
+    return weights, entropy, top
+
+
 def _by_theta(gates: Tensor, visible: Tensor, count: Tensor) -> dict[str, Tensor]:
     """Open gates by the key's place among its row's visible keys, from running counts."""
     edges = (count[..., None] * torch.arange(BINS + 1, device=count.device)) // BINS
-    places = visible.cumsum(-1)
+    places = visible.cumsum(-1, dtype=edges.dtype)
     at = torch.searchsorted(places.contiguous(), edges.contiguous())
     running = functional.pad(gates.cumsum(-1, dtype=torch.int32), (1, 0))
     ends = torch.where(edges > 0, at + 1, 0).clamp_max(gates.shape[-1])
