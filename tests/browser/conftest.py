@@ -47,7 +47,7 @@ def browser() -> Iterator[Browser]:
         browser.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def open_page(browser: Browser) -> Iterator[Open]:
     contexts = []
 

@@ -4,18 +4,23 @@ import itertools
 from pathlib import Path
 
 import pytest
-from tests.browser.conftest import Open
+from tests.browser.conftest import Open, Opened
 
 PAGES = ("figures_page", "one_audit_page", "two_audits_page")
 
 
-@pytest.fixture(params=PAGES)
+@pytest.fixture(scope="module", params=PAGES)
 def path(request: pytest.FixtureRequest) -> Path:
     return request.getfixturevalue(request.param)
 
 
-def test_a_page_opens_in_silence_and_asks_for_nothing(path: Path, open_page: Open) -> None:
-    opened = open_page(path)
+@pytest.fixture(scope="module")
+def opened(path: Path, open_page: Open) -> Opened:
+    """One view of each page for the tests that leave it as it was."""
+    return open_page(path)
+
+
+def test_a_page_opens_in_silence_and_asks_for_nothing(opened: Opened) -> None:
     assert opened.errors == []
     assert opened.outside == []
     boxes = opened.page.locator(".chart")
@@ -40,8 +45,8 @@ def test_a_phone_needs_no_sideways_scrolling(path: Path, open_page: Open) -> Non
     assert opened.errors == []
 
 
-def test_dark_mode_turns_paper_and_charts(path: Path, open_page: Open) -> None:
-    page = open_page(path).page
+def test_dark_mode_turns_paper_and_charts(opened: Opened) -> None:
+    page = opened.page
     label = ".chart svg .role-axis-label text"
 
     def brightness(selector: str, kind: str) -> float:
@@ -57,10 +62,11 @@ def test_dark_mode_turns_paper_and_charts(path: Path, open_page: Open) -> None:
     )
     assert brightness("body", "backgroundColor") < 0.2
     assert brightness(label, "fill") > 0.8
+    page.emulate_media(color_scheme="light")
 
 
-def test_every_chart_has_words_and_every_page_its_landmarks(path: Path, open_page: Open) -> None:
-    page = open_page(path).page
+def test_every_chart_has_words_and_every_page_its_landmarks(opened: Opened) -> None:
+    page = opened.page
     labels = page.locator(".chart").evaluate_all("all => all.map(n => n.ariaLabel)")
     assert all(len(label) > 20 for label in labels)
     assert page.locator("h1").count() == 1
