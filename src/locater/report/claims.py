@@ -177,7 +177,7 @@ def _lemma2() -> Iterator[Verdict]:
             f"As ξ → {'' if sign > 0 else '−'}∞ and η → 0 only the {side} or the middle tokens are "
             "on, by the size of ξη.",
             _judge(worst < 1e-3),
-            f"0 and 1 to {max(worst, 1e-16):.0e} off the edges, at |ξ| = 10⁴; on the edges the limit is "
+            f"0 and 1 to {max(worst, 1e-16):.0e} off the edges, at |ξ| = 10⁴; on them the limit is "
             "½ or depends on the rate",
         )
     slope = rho_limit_slope(theta, xi=1e-12, eta=1.0).abs().max().item()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -58,6 +59,8 @@ def render_page(
 
     def words(text: str) -> str:
         html = markdown.render(text)
+        for level in (4, 3, 2):  # a section's own heading stands above those of its text
+            html = re.sub(rf"(</?h){level}>", rf"\g<1>{level + 1}>", html)
         return html.replace("<table>", '<div class="table" tabindex="0"><table>').replace(
             "</table>", "</table></div>"
         )
