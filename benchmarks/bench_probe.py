@@ -152,7 +152,7 @@ def in_process(*arguments: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    steps = {name: Timing(seconds) for name, seconds in in_process("step", "5").items()}
+    steps = {name: Timing(seconds) for name, seconds in in_process("step", "3").items()}
     plain = steps["plain"]
     print(f"GPT-2 small's shape, a step of {TOKENS} tokens: {plain} plain, {steps['eager']} eager")
     counting = Timing(in_process("between", "7")["seconds"])
