@@ -210,6 +210,23 @@ def test_an_error_in_the_model_leaves_nothing_behind() -> None:
     assert {one.rows for one in probe.records} == {2}
 
 
+def test_an_error_that_the_model_catches_ends_nothing() -> None:
+    class Careful(Stack):
+        def forward(self, inputs: Tensor, mask: Tensor | None = None) -> Tensor:
+            try:
+                self.layers[0](inputs[..., :3])
+            except RuntimeError:
+                return super().forward(inputs, mask)
+            raise AssertionError
+
+    model = Careful()
+    with Probe(model) as probe:
+        model(randn(2, 6, 8))
+        model(randn(2, 6, 8))
+    assert probe.measured == 2
+    assert {one.rows for one in probe.records} == {4}
+
+
 def test_batches_of_different_length_add_up_by_key_position() -> None:
     model = Stack(1)
     short, long = randn(3, 4, 8), randn(5, 7, 8, seed=1)

@@ -135,18 +135,22 @@ class Watch(TorchFunctionMode):
 
     def leave(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """A module is done: after its own hook, or again for the root, which came first."""
-        if not self.frames or self.frames[-1].module is not module:
+        if all(one.module is not module for one in self.frames):
             return
+        while self.frames[-1].module is not module:  # it failed, and the model caught the error
+            self._resume(self.frames.pop())
         frame = self.frames[-1]
         if frame.is_unheard:
             self._hear_fast_path(frame, args, kwargs)
-        if frame.is_suspended:
-            self._listen(True)
-        self.frames.pop()
+        self._resume(self.frames.pop())
         if frame.place is not None and frame.heard:
             tokens = _tokens(frame.module, frame.place, args, kwargs)
             if tokens is not None:
                 self.left(frame.place, tokens, frame.heard)
+
+    def _resume(self, frame: Frame) -> None:
+        if frame.is_suspended:
+            self._listen(True)
 
     def _hear(
         self, reader: Any, args: tuple[Any, ...], kwargs: dict[str, Any], only_known: bool = False
