@@ -1,5 +1,8 @@
+import contextlib
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -99,6 +102,53 @@ def test_other_data_and_another_scale_are_other_parts(tmp_path: Path, made: list
         reproduce(ReproduceConfig(out=tmp_path / "out", only="one", **changes))  # type: ignore[arg-type]
     assert made == ["one"] * 3
     assert len(list((tmp_path / "out" / "parts").iterdir())) == 3
+
+
+def test_the_time_left_follows_the_pace_of_what_is_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+
+    def first(context: Context) -> Result:
+        nonlocal now
+        for done in (90, 92, 94, 100):  # 90 were there before; each of the others takes 3 s
+            now += 3 * (2 if done < 100 else 6) * (done > 90)
+            context.progress(done, 100)
+        return Result(sections=())
+
+    monkeypatch.setitem(PARTS, "fig1", Part(first, {"quick": 6.0, "cpu": 1.0, "paper": 1.0}))
+    monkeypatch.setitem(PARTS, "fig2", Part(lambda _: Result(sections=()), dict(FREE, quick=10.0)))
+    said: list[str] = []
+    config = ReproduceConfig(out=tmp_path, only="fig1,fig2", exports=False)
+    reproduce(config, report=said.append)
+    assert said == [
+        "[1/2] fig1, about 16 s left",
+        "    fig1: 92 of 100, about 34 s left",  # 8 more of 3 s, and fig2
+        "    fig1: 94 of 100, about 28 s left",
+        "[2/2] fig2, about 50 s left",  # fig1 took 30 s for 6
+    ]
+
+
+@pytest.mark.slow
+def test_a_killed_reproduction_goes_on_where_it_was(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "locater.cli", "reproduce", "--only", "fig1,fig5",
+               "--no-exports", "--out", str(tmp_path)]  # fmt: skip
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    while process.poll() is None and not list(tmp_path.glob("simulate/*/unit-*.json")):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.05)
+    process.kill()
+    process.wait()
+    assert not (tmp_path / "index.html").exists()
+    kept = {
+        path: path.stat().st_mtime_ns
+        for path in (*tmp_path.glob("parts/*"), *tmp_path.glob("simulate/*/unit-*.json"))
+    }
+    assert len(kept) > 1
+    subprocess.run(command, check=True, capture_output=True)
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
+    assert "Fig. 5" in (tmp_path / "index.html").read_text()
 
 
 def test_data_must_be_there(tmp_path: Path) -> None:

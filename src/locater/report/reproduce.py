@@ -73,6 +73,7 @@ def reproduce(config: ReproduceConfig, *, report: Say = lambda _: None) -> Path:
             store = config.out / "parts" / f"{part}-{_digest(part, config, source)}.json"
             clock.begin(part)
             result = None if config.fresh else _load(store)
+            is_made = result is None
             if result is None:
                 context = Context(
                     scale=config.scale,
@@ -85,7 +86,7 @@ def reproduce(config: ReproduceConfig, *, report: Say = lambda _: None) -> Path:
             if config.exports:
                 _export(result, config.out / "figures", stamp=store)
             results[part] = result
-            clock.end(part)
+            clock.end(part, is_made=is_made)
     page = render_page(
         "Where does attention look?",
         [*(s for result in results.values() for s in result.sections), _settings(config)],
@@ -106,28 +107,36 @@ class _Clock:
         self.report, self.names = report, config.parts
         self.cost = {part: PARTS[part].seconds[config.scale] for part in config.parts}
         self.begun, self.part, self.spoke = 0.0, "", 0.0
+        self.first: tuple[float, int] | None = None
         self.spent = self.expected = 0.0
 
     def begin(self, part: str) -> None:
         self.begun = self.spoke = time.perf_counter()
-        self.part = part
+        self.part, self.first = part, None
         place = self.names.index(part)
         left = sum(self.cost[name] for name in self.names[place:])
         self.report(f"[{place + 1}/{len(self.names)}] {part}{self._left(left)}")
 
     def progress(self, done: int, total: int) -> None:
-        """Say how far the part is, at most every five seconds."""
+        """Say how far the part is, at most every five seconds.
+
+        What was there before the first call (from an interrupted run) tells nothing of the pace.
+        """
         now = time.perf_counter()
-        if now - self.spoke < 5 or not 0 < done < total:
+        self.first = self.first or (now, done)
+        fresh = done - self.first[1]
+        if now - self.spoke < 5 or fresh <= 0 or done >= total:
             return
         self.spoke = now
-        rest = (now - self.begun) * (total - done) / done
+        rest = (now - self.first[0]) * (total - done) / fresh
         later = sum(self.cost[n] for n in self.names[self.names.index(self.part) + 1 :])
         self.report(f"    {self.part}: {done} of {total}{self._left(later, rest)}")
 
-    def end(self, part: str) -> None:
-        self.spent += time.perf_counter() - self.begun
-        self.expected += self.cost[part]
+    def end(self, part: str, *, is_made: bool) -> None:
+        """A part that was found ready tells nothing of the pace."""
+        if is_made:
+            self.spent += time.perf_counter() - self.begun
+            self.expected += self.cost[part]
 
     def _left(self, cost: float, measured: float = 0.0) -> str:
         """The estimate, corrected by how fast the parts so far were."""
