@@ -300,6 +300,7 @@ def test_comparisons_and_timelines_have_tables(
     assert main(["compare", str(folder), str(folder), "--tokens", "16", "--top", "2"]) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 100
+    out = " ".join(out.split())
     assert "0 of 8 heads changed" in out and "and 6 more heads" in out
 
 
@@ -307,7 +308,8 @@ def test_comparisons_and_timelines_have_tables(
     ("flags", "message"),
     [
         (["--top", "x"], "x"),
-        (["--out", "page.pdf"], "cannot write a page as 'page.pdf'"),
+        (["--out", "page.bmp"], "cannot write a figure as 'page.bmp'"),
+        (["--out", "map.svg", "--color", "taste"], "no map of 'taste'"),
         (["--csv", "/proc/nowhere/a.csv"], "cannot write /proc/nowhere/a.csv"),
         (["--tokens", "1"], "at least 2 tokens"),
         (["--offset", "-1"], "offset must be zero or more"),

@@ -220,7 +220,7 @@ def _distances(
     return found
 
 
-def relative_change(before: QKForm, after: QKForm) -> Float[Tensor, " heads"]:
+def relative_change(before: QKForm, after: QKForm) -> Float[Tensor, "*heads"]:
     """‖W_after − W_before‖_F / ‖W_before‖_F without a model × model matrix, exact near zero.
 
     The difference is [ΔQ; Q_after]ᵀ [K_before; ΔK], a form of twice the head dimension, so nothing

@@ -22,7 +22,7 @@ RhoMethod = Literal["gaussian", "exact"]
 DRAWS = 128
 """Rows of logits that are drawn for the mean entropy of a head."""
 _EXACT_AT_ONCE = 8_000_000
-_ROWS_AT_ONCE = 8_000_000
+_ROWS_AT_ONCE = 1_000_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,9 +43,17 @@ class Grams:
         *,
         share: int = 1,
         offset: int = 0,
+        gain: Float[Tensor, " model"] | None = None,
     ) -> Grams:
-        """Multiply the factors; `share` neighboring query heads have the same key head."""
-        query, key = form.query.detach().double(), form.key[::share].detach().double()
+        """Multiply the factors; `share` neighboring query heads have the same key head.
+
+        `gain` multiplies the tokens before both.
+        """
+        query, key = form.query.detach(), form.key[::share].detach()
+        if gain is None:
+            query, key = query.double(), key.double()
+        else:
+            query, key = (part.to(torch.float64, copy=True).mul_(gain) for part in (query, key))
         if form.rotary is not None and offset:
             angle = torch.tensor(float(-offset), dtype=torch.float64, device=key.device)
             rotary = replace(form.rotary, frequencies=form.rotary.frequencies.double())

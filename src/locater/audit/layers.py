@@ -74,16 +74,26 @@ class Layers:
         The norm's bias, the same for all tokens, acts on the logits as a bias of the queries.
         """
         form = layout.form(tensors, **options)
-        norm = self.norms.get(layout.name) if gains else None
-        if norm is None:
+        gain, shift = self.gain(layout, tensors) if gains else (None, None)
+        form = form if shift is None else self.shifted(form, shift)
+        if gain is None:
             return form
-        gain, shift = norm.gain(tensors), norm.shift(tensors)
         query, key = form.query.detach().double(), form.key.detach().double()
-        bias = form.query_bias
-        if shift is not None:
-            own = query @ shift
-            bias = own if bias is None else bias.detach().double() + own
-        return replace(form, query=query * gain, key=key * gain, query_bias=bias)
+        return replace(form, query=query * gain, key=key * gain)
+
+    def gain(
+        self, layout: AttentionLayout, tensors: Tensors
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """What the norm before an attention multiplies its tokens with, and adds to them."""
+        norm = self.norms.get(layout.name)
+        return (None, None) if norm is None else (norm.gain(tensors), norm.shift(tensors))
+
+    @staticmethod
+    def shifted(form: QKForm, shift: Tensor) -> QKForm:
+        """The form on tokens that a constant was added to: it acts as a bias of the queries."""
+        own = form.query.detach().double() @ shift
+        bias = own if form.query_bias is None else form.query_bias.detach().double() + own
+        return replace(form, query_bias=bias)
 
     def tensors(self, layout: AttentionLayout) -> Tensors:
         """What one attention is made of; 8-bit floats as numbers that torch can multiply."""

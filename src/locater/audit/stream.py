@@ -67,10 +67,10 @@ def named_process(name: str, tokens: int, *, phi: float = 0.9) -> TokenProcess:
         return TokenProcess.independent(tokens)
     if name not in _WORDS:
         raise ConfigError(f"unknown process {name!r}.", hint=f"one of {', '.join(_WORDS)}.")
-    walk = TokenProcess.random_walk(tokens)
-    if name == "random-walk":
-        return walk
-    return TokenProcess(walk.kernel * (tokens / walk.kernel.trace()))
+    if name == "random-walk" or tokens < 2:
+        return TokenProcess.random_walk(tokens)
+    step = torch.arange(1, tokens + 1, dtype=torch.float64)
+    return TokenProcess(torch.minimum(step[:, None], step) * (2 / (tokens + 1)))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -255,25 +255,26 @@ class Auditor:
         """The rows of one attention, a few key heads at a time."""
         tokens = self.settings.length
         rows: list[HeadRecord] = []
+        is_measured = layout.name in self.settings.processes  # then the gains are in the tokens
+        gain, shift = (None, None) if is_measured else layers.gain(layout, tensors)
         for key_heads in blocks(layout):
-            form = layers.form(
-                layout,
-                tensors,
-                gains=layout.name not in self.settings.processes,  # measured tokens have them
-                distances=tokens,
-                key_heads=key_heads,
-            )
-            rows += self._block(layout, form, first=len(rows))
+            form = layout.form(tensors, distances=tokens, key_heads=key_heads)
+            if shift is not None:
+                form = layers.shifted(form, shift)
+            rows += self._block(layout, form, gain, first=len(rows))
         return rows
 
-    def _block(self, layout: AttentionLayout, form: QKForm, *, first: int) -> list[HeadRecord]:
+    def _block(
+        self, layout: AttentionLayout, form: QKForm, gain: Tensor | None, *, first: int
+    ) -> list[HeadRecord]:
         settings, share = self.settings, layout.heads // layout.kv_heads
         process = settings.processes.get(layout.name, settings.assumed)
-        grams = Grams.of(form, process.covariance, share=share, offset=settings.offset)
+        options: dict[str, Any] = {"share": share, "offset": settings.offset, "gain": gain}
+        grams = Grams.of(form, process.covariance, **options)
         columns = spectral_columns(grams, form.temperature, eigenvalues=settings.eigenvalues)
         plain, own = grams, columns
         if process.covariance is not None:  # the null is about the weights themselves
-            plain = Grams.of(form, share=share, offset=settings.offset)
+            plain = Grams.of(form, **options)
             own = spectral_columns(plain, form.temperature, eigenvalues=settings.eigenvalues)
         columns |= null_columns(plain, own, head_dim=layout.head_dim, model=layout.model)
         moments = grams.moments(form, process, is_cross=layout.kind == "cross")

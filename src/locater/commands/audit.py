@@ -65,7 +65,9 @@ class AuditCommand(TokenFlags):
     parquet: Path | None = None
     """Write every head's row here (pip install pyarrow)."""
     out: Path | None = None
-    """Write the interactive page here (.html)."""
+    """Write the interactive page here (.html), or a map of the heads (.svg, .png, .pdf)."""
+    color: str = "verdict"
+    """The column that colors the map of the heads."""
     json: bool = False
     """Print everything as JSON."""
 
@@ -79,8 +81,6 @@ def run(arguments: Sequence[str]) -> None:
         raise ConfigError(
             "--csv and --parquet hold one checkpoint.", hint="use --json for a timeline."
         )
-    if command.out is not None and command.out.suffix != ".html":
-        raise ConfigError(f"cannot write a page as {str(command.out)!r}.", hint="end it in .html.")
     from locater.audit.compare import Timeline
     from locater.audit.stream import audit_checkpoint
 
@@ -109,9 +109,16 @@ def _write(command: AuditCommand, audits: Sequence[Audit]) -> None:
     if command.parquet is not None:
         say(f"wrote {write_file(command.parquet, audits[0].to_parquet())}")
     if command.out is not None:
-        from locater.report.audit_page import audit_page
+        if command.out.suffix == ".html":
+            from locater.report.audit_page import audit_page
 
-        say(f"wrote {write_file(command.out, audit_page(audits))}")
+            written = write_file(command.out, audit_page(audits))
+        else:
+            from locater.report.audit_figures import audit_map_chart
+            from locater.report.figures import save_chart
+
+            written = save_chart(audit_map_chart(audits[-1], command.color), command.out)
+        say(f"wrote {written}")
 
 
 def plain(text: str) -> str:
