@@ -1,5 +1,5 @@
 """Claim: the quick page and the audit page of a 32 x 32-head model stay under 5 MB, are made in
-seconds, and answer the reader within a second or two of being opened.
+about a second of CPU, and answer the reader within seconds of being opened, also on busy cores.
 
 Generation is CPU time of one core; opening is wall time in Chromium, from the address to the last
 chart, of a file on disk (a page from a server comes on top).
