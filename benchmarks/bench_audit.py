@@ -109,7 +109,7 @@ def make(name: str) -> Path:
     from safetensors.torch import save_file
 
     folder, shape = CACHE / name, SHAPES[name]
-    if (folder / "model.safetensors.index.json").exists():
+    if (folder / "tokenizer.json").exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(0)
@@ -140,7 +140,18 @@ def make(name: str) -> Path:
     (folder / "config.json").write_text(json.dumps(shape.config))
     index = {"metadata": {}, "weight_map": homes}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    write_tokenizer(folder)
     return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Any tokenizer: TransformerLens wants one."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    made = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="b", eos_token="b")
+    made.save_pretrained(folder)
 
 
 def audit(name: str, *, eigenvalues: bool = True) -> int:
@@ -191,33 +202,15 @@ def hf_model(name: str, layers: int | None = None) -> Any:
 
 
 def transformer_lens(name: str) -> None:
-    from transformer_lens import HookedTransformer, HookedTransformerConfig
-    from transformer_lens.pretrained import weight_conversions
+    """Its own loader, TransformerBridge, on the folder; then the QK circuit's eigenvalues."""
+    from transformer_lens.model_bridge import TransformerBridge
 
     shape = SHAPES[name]
-    is_llama = name != "gpt2-small"
-    config = HookedTransformerConfig(
-        d_model=shape.model,
-        n_layers=shape.layers,
-        n_heads=shape.heads,
-        d_head=shape.head_dim,
-        d_mlp=shape.hidden,
-        d_vocab=1000,
-        n_ctx=1024,
-        act_fn="silu" if is_llama else "gelu_new",
-        gated_mlp=is_llama,
-        normalization_type="RMS" if is_llama else "LN",
-        n_key_value_heads=shape.kv_heads if is_llama else None,
-        positional_embedding_type="rotary" if is_llama else "standard",
-        rotary_dim=shape.head_dim if is_llama else None,
-        original_architecture="LlamaForCausalLM" if is_llama else "GPT2LMHeadModel",
-        init_weights=False,
-        device="cpu",
+    model = TransformerBridge.boot_transformers(
+        str(CACHE / name), hf_model=hf_model(name), device="cpu"
     )
-    convert = getattr(weight_conversions, f"convert_{'llama' if is_llama else 'gpt2'}_weights")
-    model = HookedTransformer(config)
-    model.load_state_dict(convert(hf_model(name), config), strict=False)
-    values = model.QK.eigenvalues
+    with torch.no_grad():
+        values = model.QK.eigenvalues
     assert values.shape == (shape.layers, shape.heads, shape.head_dim)
 
 
@@ -334,8 +327,8 @@ def main() -> None:
     layer = 2 * (8192 + 1024) * 8192 / 2**20
     growth = in_process("memory", "llama-70b")
     print(
-        f"llama-70b, 4 sharded layers: peak memory {growth:.0f} MB above the libraries; one layer's "
-        f"queries and keys are {layer:.0f} MB"
+        f"llama-70b, 4 sharded layers: peak memory {growth:.0f} MB above the libraries; one "
+        f"layer's queries and keys are {layer:.0f} MB"
     )
 
 
