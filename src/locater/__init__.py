@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from locater.core.bounds import Inequality as Inequality
     from locater.core.bounds import collapse_bounds as collapse_bounds
     from locater.core.bounds import entropy_lower_bound as entropy_lower_bound
+    from locater.core.diagnosis import Diagnosis as Diagnosis
+    from locater.core.diagnosis import diagnose as diagnose
     from locater.core.gradient import QKGradient as QKGradient
     from locater.core.gradient import qk_gradient as qk_gradient
     from locater.core.penalty import LocAteRConfig as LocAteRConfig
@@ -47,6 +49,9 @@ if TYPE_CHECKING:
     from locater.errors import InputError as InputError
     from locater.errors import LocaterError as LocaterError
     from locater.errors import MissingExtraError as MissingExtraError
+    from locater.reality import RealityConfig as RealityConfig
+    from locater.reality import against_theory as against_theory
+    from locater.reality_records import Reality as Reality
     from locater.simulation import SimulateConfig as SimulateConfig
     from locater.simulation import Simulation as Simulation
     from locater.simulation import simulate as simulate
@@ -67,6 +72,7 @@ _HOMES = {
         "compare_checkpoints",
     ),
     "locater.core.bounds": ("Inequality", "collapse_bounds", "entropy_lower_bound"),
+    "locater.core.diagnosis": ("Diagnosis", "diagnose"),
     "locater.core.gradient": ("QKGradient", "qk_gradient"),
     "locater.core.penalty": ("LocAteRConfig",),
     "locater.core.process": ("TokenProcess",),
@@ -86,6 +92,8 @@ _HOMES = {
         "score_moments",
     ),
     "locater.errors": ("ConfigError", "InputError", "LocaterError", "MissingExtraError"),
+    "locater.reality": ("RealityConfig", "against_theory"),
+    "locater.reality_records": ("Reality",),
     "locater.simulation": ("SimulateConfig", "Simulation", "simulate"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

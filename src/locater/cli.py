@@ -28,6 +28,10 @@ _COMMANDS: dict[str, tuple[str, str]] = {
         "what changed between two checkpoints, head by head",
         "locater compare model tuned --top 8",
     ),
+    "probe": (
+        "what attention does on a text, and whether the theory predicts it",
+        "locater probe model --text text.txt --tokens 16 --blocks 100",
+    ),
     "train": (
         "train one model of the paper's, measured as it trains; run again to go on",
         "locater train --preset tiny --out run",

@@ -1,0 +1,99 @@
+"""What attentions are given and the logits of their last query, block by block of a text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from locater.adapters.attention_capture import Place, Watch
+from locater.adapters.modules import LiveAttention
+from locater.adapters.names import plain_name
+from locater.core.logit_rows import Logits
+from locater.errors import InputError, LocaterError
+
+
+@dataclass(eq=False)
+class AttentionSamples:
+    """One attention over all blocks; inputs are kept of the first blocks only."""
+
+    attention: LiveAttention
+    inputs: Float[Tensor, "kept tokens model"]
+    logits: Float[Tensor, "blocks heads keys"]
+    """Of the last query of every block, as the model computed them."""
+
+
+@dataclass(eq=False)
+class _Seen:
+    inputs: list[Tensor] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
+
+
+def collect(
+    model: nn.Module,
+    attentions: list[LiveAttention],
+    blocks: Tensor,
+    *,
+    keep: int,
+    batch: int = 16,
+    report: Callable[[int, int], None] = lambda done, total: None,
+) -> list[AttentionSamples]:
+    """Run the model on blocks (blocks × tokens, or tokens' vectors) and watch its attentions.
+
+    Inputs of the first `keep` blocks are held, `keep · tokens · model` floats per attention; of all
+    blocks the logits are.  Model outputs are not used: give the part without a head.
+    """
+    places = {one.module: Place.of(one.layout) for one in attentions if one.module is not None}
+    names = {module: plain_name(path) for path, module in model.named_modules()}
+    seen = {place.name: _Seen() for place in places.values()}
+    done = 0
+
+    def heard(place: Place, logits: Logits) -> Tensor:
+        last = torch.tensor([logits.shape[2] - 1], device=logits.device)
+        rows, visible = logits.rows(slice(None), last)
+        if visible is not None and not bool(visible.expand(rows.shape).all()):
+            raise InputError(
+                f"the last query of {place.name} does not see every key.",
+                hint="a sliding window or padding hides some; use fewer tokens.",
+            )
+        return rows[:, :, 0].cpu()
+
+    def left(place: Place, tokens: Tensor, rows: list[Any]) -> None:
+        if place.name not in seen:
+            return
+        mine = seen[place.name]
+        mine.logits += rows
+        if done < keep:
+            mine.inputs.append(tokens[: keep - done].float().to("cpu", copy=True))
+
+    was_training = model.training
+    model.eval()
+    try:
+        for part in blocks.split(batch):
+            watch = Watch(places, names, heard, left)
+            with torch.inference_mode():
+                watch.start(nn.Identity())  # the model's own hooks have yet to run
+                try:
+                    model(part)
+                finally:
+                    watch.stop()
+            done += len(part)
+            report(done, len(blocks))
+    finally:
+        model.train(was_training)
+    missing = [name for name, one in seen.items() if not one.logits]
+    if missing:
+        raise LocaterError(
+            f"{missing[0]} did nothing that could be seen.",
+            hint="of transformers load attn_implementation='sdpa' or 'eager'.",
+        )
+    samples = []
+    for one in attentions:
+        mine = seen.pop(one.layout.name, None)
+        if mine is not None:
+            samples.append(AttentionSamples(one, torch.cat(mine.inputs), torch.cat(mine.logits)))
+    return samples

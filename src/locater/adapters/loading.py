@@ -1,0 +1,130 @@
+"""A model with its tokenizer from a folder, a GGUF file or the hub, and a text in blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from locater.errors import ConfigError, InputError, LocaterError, MissingExtraError
+
+
+def load_model(source: str | Path) -> tuple[nn.Module, Any]:
+    """A model in float32 without its head, and its tokenizer; needs the extra `hf`.
+
+    `source` is a local folder, a GGUF file, or an id of the Hugging Face hub.
+    """
+    try:
+        import transformers
+    except ImportError as error:  # pragma: no cover - the dev environment has it
+        raise MissingExtraError("transformers", extra="hf") from error
+    path = Path(source)
+    options: dict[str, Any] = {}
+    name = str(source)
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise InputError(
+                f"{path} is a file, but no GGUF file.",
+                hint="give the folder that holds config.json and the weights, or a .gguf file.",
+            )
+        name, options = str(path.parent), {"gguf_file": path.name}
+    elif not path.exists() and (path.is_absolute() or name.startswith(".") or name.count("/") > 1):
+        raise InputError(f"there is no {path}.", hint="give a folder, a GGUF file or a hub id.")
+    talk: Any = transformers.utils.logging
+    was_verbose = talk.is_progress_bar_enabled()
+    talk.disable_progress_bar()
+    try:
+        model = transformers.AutoModel.from_pretrained(name, dtype=torch.float32, **options)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise LocaterError(
+            f"transformers cannot load {source}: {first}",
+            hint="give a folder with config.json, weights and tokenizer, a .gguf file, or a hub "
+            "id with network access.",
+        ) from error
+    finally:
+        if was_verbose:
+            talk.enable_progress_bar()
+    if hasattr(model.config, "use_cache"):
+        model.config.use_cache = False
+    return model.eval(), tokenizer
+
+
+def read_text(path: str | Path) -> str:
+    """A text file in UTF-8, or an error that says what to give."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"cannot read {path}: {getattr(error, 'strerror', None) or 'it is no UTF-8 text'}.",
+            hint="give a plain text file, some hundred kilobytes long.",
+        ) from error
+
+
+def text_blocks(
+    tokenizer: Any, text: str, *, tokens: int, blocks: int, special: bool = False
+) -> Int[Tensor, "blocks tokens"]:
+    """Blocks of a text that do not overlap, evenly spread over it, in its order.
+
+    They hold the text's own tokens alone; `special` puts the model's opening and closing tokens
+    ([CLS] and [SEP], or a beginning-of-sequence token) around each.
+    """
+    if tokens < 4 or blocks < 2:
+        raise ConfigError(
+            f"cannot make {blocks} blocks of {tokens} tokens.",
+            hint="give at least 2 blocks, better a thousand, of 4 tokens or more.",
+        )
+    ends = [_first(tokenizer, "cls_token_id", "bos_token_id"), _first(tokenizer, "sep_token_id")]
+    before, after = [[end] if special and end is not None else [] for end in ends]
+    wanted = tokens - len(before) - len(after)
+    found = list(_pieces(tokenizer, text, wanted, blocks))
+    if len(found) < 2:
+        raise InputError(
+            f"the text holds {len(found)} blocks of {tokens} tokens.",
+            hint="give a longer text or fewer tokens; a thousand blocks are a good number.",
+        )
+    rows = [before + piece + after for piece in found]
+    return torch.tensor(rows)
+
+
+def _pieces(tokenizer: Any, text: str, wanted: int, blocks: int) -> Iterator[list[int]]:
+    size = len(text) // blocks
+    if size < 16 * wanted:  # too short to jump through: cut the whole
+        ids = [token for start in _lines(text) for token in _encode(tokenizer, start)]
+        whole = len(ids) // wanted
+        places = torch.linspace(0, whole - 1, min(blocks, whole)).round().long().tolist()
+        yield from (ids[place * wanted : (place + 1) * wanted] for place in places)
+        return
+    for block in range(blocks):
+        piece = text[block * size : (block + 1) * size]
+        start = piece.find(" ") + 1
+        ids = _encode(tokenizer, piece[start : start + 16 * wanted])
+        if len(ids) <= wanted:
+            ids = _encode(tokenizer, piece[start:])
+        if len(ids) > wanted:  # the last token of a piece may be cut
+            yield ids[:wanted]
+
+
+def _lines(text: str, size: int = 1 << 18) -> Iterator[str]:
+    """A text in parts that end at a space."""
+    start = 0
+    while start < len(text):
+        stop = text.find(" ", start + size)
+        stop = len(text) if stop < 0 else stop
+        yield text[start:stop]
+        start = stop
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids
+
+
+def _first(tokenizer: Any, *names: str) -> int | None:
+    found = [getattr(tokenizer, name, None) for name in names]
+    return next((one for one in found if one is not None), None)
