@@ -3,7 +3,8 @@
 One thread, CPU time.  A training step of GPT-2 small's shape (SDPA, AdamW) without a probe, and
 with one that measures every step, its last query or all queries; turns are taken, so that all
 see the same machine.  `output_attentions=True` on eager attention is the usual way to them.
-Between measurements a probe counts; that is timed on its own, because no step can resolve it.
+Steps differ by more than a probe takes, so its own work is also timed by a clock around it, and the
+counter that runs between measurements on a model that does nothing.
 Memory is the peak above the model and its inputs, at 4,096 tokens, each in a process of its own.
 """
 
@@ -71,6 +72,37 @@ def step(repeats: int) -> None:
             work()
             if turn:
                 seconds[name].append(time.process_time() - start)
+    print(json.dumps(seconds))
+
+
+def alone(repeats: int) -> None:
+    """CPU seconds that a measured pass spends in the probe's own work, by a clock around it."""
+    from transformers import GPT2Config, GPT2Model
+
+    torch.set_num_threads(1)
+    model = GPT2Model(GPT2Config(attn_implementation="sdpa")).train()
+    tokens = torch.randint(50257, (1, TOKENS), generator=torch.Generator().manual_seed(0))
+    seconds: dict[str, list[float]] = {"last": [], "all": []}
+    for turn in range(repeats + 1):
+        for queries, found in seconds.items():
+            probe = Probe(model, queries=queries, keep=0)  # type: ignore[arg-type]
+            spent = [0.0]
+
+            def clocked(work: Any, spent: list[float] = spent) -> Any:
+                def timed(*args: Any) -> Any:
+                    start = time.process_time()
+                    result = work(*args)
+                    spent[0] += time.process_time() - start
+                    return result
+
+                return timed
+
+            probe._heard = clocked(probe._heard)  # type: ignore[method-assign]
+            probe._left = clocked(probe._left)  # type: ignore[method-assign]
+            with probe, torch.no_grad():
+                model(tokens)
+            if turn:
+                found.append(spent[0])
     print(json.dumps(seconds))
 
 
@@ -170,6 +202,12 @@ def main() -> None:
             rare = [one / 100 + 100 * counting.median / plain.median for one in share.seconds]
             line += f"; at every=100 {Timing(rare).median:.3f} % [{min(rare):.3f}, {max(rare):.3f}]"
         print(line)
+    for name, seconds in in_process("alone", "5").items():
+        own = Timing([100 * one / plain.median for one in seconds])
+        print(
+            f"  the probe's own work, {name} queries, by a clock: {Timing(seconds)}, "
+            f"{own.median:.2f} % [{min(own.seconds):.2f}, {max(own.seconds):.2f}] of a step"
+        )
     names = ("plain", "last query", "all queries", "materialized")
     runs = {name: [in_process("peak", name) for _ in range(3)] for name in names}
     print(f"12 heads, {LONG} tokens, causal: peak memory above the inputs, CPU seconds")
@@ -189,6 +227,8 @@ if __name__ == "__main__":
     if len(sys.argv) == 1:
         main()
     else:
-        {"step": lambda: step(int(sys.argv[2])), "between": lambda: between(int(sys.argv[2]))}.get(
-            sys.argv[1], lambda: peak(sys.argv[2])
-        )()
+        work: dict[str, Any] = {"step": step, "between": between, "alone": alone}
+        if sys.argv[1] in work:
+            work[sys.argv[1]](int(sys.argv[2]))
+        else:
+            peak(sys.argv[2])
