@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.core.test_full_moments import example_form, example_process
 
@@ -10,6 +10,7 @@ from locater import QKForm, TokenProcess, propagation, score_moments
 from locater.core.diagnosis import diagnose
 
 
+@settings(max_examples=20)
 @given(seed=st.integers(0, 2**31), rotary=st.booleans(), means=st.booleans())
 def test_the_parts_add_up_to_the_whole(seed: int, rotary: bool, means: bool) -> None:
     form, process = example_form(seed), example_process(seed + 1)

@@ -159,6 +159,67 @@ def entropy_chart(heads: Sequence[Record], *, column: str = "full", title: str =
     )
 
 
+def study_chart(study: dict[str, Record], *, title: str = "", axis: str = "") -> Any:
+    """Errors against one setting, such as the blocks that moments come from."""
+    records = [
+        {"setting": int(setting), "kind": label, "error": row[key]}
+        for setting, row in study.items()
+        for key, label in (
+            ("rho_error_means", "ρ, K ⊗ Σ and means"),
+            ("rho_error_rotary", "ρ, K ⊗ Σ, means and rotation"),
+            ("rho_error_full", "ρ, full moments"),
+            ("entropy_error_full", "entropy (nats), full moments"),
+            ("rho_noise", "ρ, noise of counting"),
+        )
+        if key in row and not (key == "rho_error_means" and "rho_error_rotary" in row)
+    ]
+    return (
+        alt.Chart(
+            alt.Data(values=records),
+            title=title,
+            width=300,
+            height=220,
+            description=f"Errors of predicted signal propagation and entropy against {axis}",
+        )
+        .mark_line(point=True)
+        .encode(
+            x=alt.X("setting:Q", title=axis, scale=alt.Scale(type="log", base=2)),
+            y=alt.Y("error:Q", title="mean error", scale=alt.Scale(type="log")),
+            color=alt.Color("kind:N", title=None, scale=alt.Scale(range=SCALE)),
+            tooltip=["kind:N", "setting:Q", "error:Q"],
+        )
+    )
+
+
+def kurtosis_chart(heads: Sequence[Record], *, title: str = "") -> Any:
+    """Does it matter that logits are not Gaussian: kurtosis against the error of ρ, by head."""
+    return (
+        alt.Chart(
+            alt.Data(
+                values=[
+                    {"kurtosis": row["logit_kurtosis"], "error": row["rho_error_full"]}
+                    | {"layer": row["layer"], "head": row["head"]}
+                    for row in heads
+                ]
+            ),
+            title=title,
+            width=300,
+            height=220,
+            description="Error of the predicted signal propagation against the excess kurtosis of "
+            "logits, one point per head",
+        )
+        .mark_circle(size=40, opacity=0.8)
+        .encode(
+            x=alt.X(
+                "kurtosis:Q", title="excess kurtosis of logits", scale=alt.Scale(type="symlog")
+            ),
+            y=alt.Y("error:Q", title="mean |ρ − ρ̂|, full moments"),
+            color=alt.Color("layer:Q", scale=alt.Scale(scheme="viridis")),
+            tooltip=["layer:Q", "head:Q", "kurtosis:Q", "error:Q"],
+        )
+    )
+
+
 def save_reality(reality: Reality, path: Path, *, title: str) -> Path:
     """Write a page (.html) with figures and tables, or the ρ panels alone as a figure."""
     panels = profile_panels(profile_records(reality), title=f"{title}: where the gates open")
