@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from locater.lab import sweep as module
-from locater.lab.presets import Setting, Sweep
+from locater.lab.presets import SWEEPS, Setting, Sweep
 from locater.lab.run import Run
 from locater.lab.settings import TrainConfig
 from locater.lab.summary import Interval, markdown, summarize, update_page
@@ -168,6 +169,19 @@ def test_a_summary_pairs_seeds_and_says_what_is_beyond_doubt(tmp_path: Path) -> 
     update_page(page, lambda name: f"new {name}\n")
     expected = "before\n<!-- results: trial -->\nnew trial\n<!-- end -->\nafter\n"
     assert page.read_text() == expected
+
+
+def test_the_tables_of_the_guide_are_those_of_the_published_results() -> None:
+    root = Path(__file__).parents[2]
+    text = (root / "docs" / "lab.md").read_text()
+    marks = re.findall(r"<!-- results: (\S+) -->\n(.*?)<!-- end -->", text, re.DOTALL)
+    assert marks
+    folders = SweepFolders(out=root / "nowhere", results=root / "results" / "lab")
+    for name, table in marks:
+        ended = [folders.finished(config) for config in SWEEPS[name].configs()]
+        runs = {run.config.digest: run for run in ended if run is not None}
+        # to mend it: locater sweep all --no-train --results results/lab --page docs/lab.md
+        assert table == markdown(summarize(SWEEPS[name], runs)), name
 
 
 def test_intervals_are_students() -> None:

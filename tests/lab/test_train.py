@@ -100,20 +100,23 @@ from locater.lab.settings import TrainConfig
 from locater.lab.train import train
 torch.set_num_threads(1)
 config = TrainConfig.from_dict(json.loads(sys.argv[1]))
-train(config, Path(sys.argv[2]), data=sys.argv[3], checkpoint_every=5, trackers=())
+report = lambda progress: print(progress.step, flush=True)
+train(config, Path(sys.argv[2]), data=sys.argv[3], checkpoint_every=5, trackers=(), report=report)
 """
 
 
 def test_a_killed_process_leaves_a_run_that_goes_on_bit_by_bit(text: Path, tmp_path: Path) -> None:
-    config = replace(SMALL, steps=60)
+    config = replace(SMALL, steps=40, predict_every=99)
     finish(config, tmp_path / "whole", text, every=5)
     arguments = [json.dumps(config.changes()), str(tmp_path / "killed"), str(text)]
     command = [sys.executable, "-c", PROGRAM, *arguments]
-    metrics = tmp_path / "killed" / "metrics.jsonl"
-    process = subprocess.Popen(command)
-    while process.poll() is None and not (metrics.exists() and metrics.stat().st_size > 4000):
-        pass
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:  # somewhere in the middle, at no moment in particular
+        if int(line) >= 13:
+            break
     os.kill(process.pid, signal.SIGKILL)
+    process.stdout.close()
     assert process.wait() == -signal.SIGKILL
     assert Run.load(tmp_path / "killed").final is None
     finish(config, tmp_path / "killed", text, every=5)

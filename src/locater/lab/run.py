@@ -103,9 +103,18 @@ class Run:
         return [(record["step"], record[name]) for record in self.records if name in record]
 
     def export(self, folder: Path) -> Path:
-        """Write what figures need as one file named by the settings' digest; no checkpoints."""
+        """Write what figures need as one file named by the settings' digest.
+
+        No checkpoints, and eigenvalues only of the first and the last record.
+        """
         head = {"config": asdict(self.config), "environment": self.environment}
-        lines = [json.dumps(part, ensure_ascii=False) for part in (head, *self.records)]
+        ends = (0, len(self.records) - 1)
+        thin = [
+            {k: v for k, v in record.items() if k != "eigenvalues" or place in ends}
+            for place, record in enumerate(self.records)
+        ]
+        form: dict[str, Any] = {"ensure_ascii": False, "separators": (",", ":")}
+        lines = [json.dumps(part, **form) for part in (head, *thin)]
         return write_file(folder / f"{self.config.digest}.jsonl", "\n".join(lines) + "\n")
 
 
@@ -271,7 +280,7 @@ def _read(place: Path) -> Checkpoint:
         data = (place / name).read_bytes()
         if _digest(data) != digest:
             raise ValueError(f"{name} is not what was written")
-        parts[name] = load(data)
+        parts[name] = dict(sorted(load(data).items()))  # in one order on all processes
     return Checkpoint(
         step=manifest["step"],
         model=parts["model.safetensors"],

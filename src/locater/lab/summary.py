@@ -91,7 +91,10 @@ def summarize(sweep: Sweep, runs: Mapping[str, Run]) -> list[Row]:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The rows as a table for a page."""
+    """The rows as a table for a page; settings of which no run is finished are left out."""
+    rows = [row for row in rows if row.seeds]
+    if not rows:
+        return "No run is finished.\n"
     columns: dict[str, Callable[[Row], str]] = {
         "setting": lambda row: row.setting.label,
         "perplexity": lambda row: row.perplexity.text(2),
@@ -104,6 +107,7 @@ def markdown(rows: Sequence[Row]) -> str:
         "ρ spread": lambda row: row.participation.text(2),
         "predicted": lambda row: row.predicted.text(2),
         "diverged": lambda row: f"{row.diverged} of {row.seeds}" if row.diverged else "",
+        "seeds": lambda row: str(row.seeds),
     }
     cells = {name: [make(row) for row in rows] for name, make in columns.items()}
     kept = {name: column for name, column in cells.items() if set(column) - {"", "-"}}

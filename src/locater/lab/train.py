@@ -37,7 +37,7 @@ try:
 except ImportError as error:  # pragma: no cover - the dev environment has it
     raise MissingExtraError("accelerate", extra="lab") from error
 
-_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+_WHOLE = StateDictOptions(full_state_dict=True)  # on every rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +73,8 @@ def train(
     accelerator = _accelerator(config, out, trackers)
     material = load_material(config, data)
     folder = RunFolder(out, is_writer=accelerator.is_main_process)
-    folder.open(config, describe_environment(material.corpus))
-    accelerator.wait_for_everyone()
+    with accelerator.main_process_first():
+        folder.open(config, describe_environment(material.corpus))
     found = folder.load() if (out / "config.json").exists() else None
     if found is not None and found.final is not None and not found.has_diverged:
         return found
@@ -265,13 +265,13 @@ class _Loop:
             get_optimizer_state_dict(self.objective, self.optimizer.optimizer, options=_WHOLE)
         )
         state = {
-            f"optimizer.{parameter}.{moment}": value
+            f"optimizer.{parameter}.{moment}": value.cpu()
             for parameter, moments in optimizer["state"].items()
             for moment, value in moments.items()
         }
         if self.regularizer is not None:
             running = self.regularizer.state_dict()
-            state.update({f"regularizer.{name}": value for name, value in running.items()})
+            state.update({f"regularizer.{name}": v.cpu() for name, v in running.items()})
         carried = {
             "seconds": self.seconds, "loss_sum": self.loss_sum, "loss_count": self.loss_count
         }  # fmt: skip
@@ -363,4 +363,4 @@ def _part(state: dict[str, Tensor], prefix: str) -> dict[str, Any]:
 
 
 def _without_prefix(state: dict[str, Any]) -> dict[str, Tensor]:
-    return {name.removeprefix("model."): value for name, value in state.items()}
+    return {name.removeprefix("model."): value.cpu() for name, value in state.items()}
