@@ -172,10 +172,12 @@ def _panel(
     values = [r for r in records if r["reading"] == reading and r["panel"] == name]
     colors = ["#222222", SCALE[5], SCALE[2], SCALE[4], SCALE[3], SCALE[0]]
     dashes = [[4, 3], [1, 0], [1, 0], [1, 0], [1, 0], [1, 0]]
-    legend = alt.Legend(title="κ₂", orient="top")
+    legend = alt.Legend(
+        title="κ₂", orient="top", symbolType="stroke", symbolStrokeWidth=2, symbolOpacity=1
+    )
     scale: dict[str, Any] = {"zero": False}
-    if name == "perplexity":
-        scale["type"] = "log"
+    if name in ("perplexity", "frobenius_squared"):
+        scale |= {"type": "log", "nice": False}
     y = alt.Y("value:Q", title=title, scale=alt.Scale(**scale))
     base = alt.Chart(alt.Data(values=values)).encode(
         x=alt.X("step:Q", title="step", axis=alt.Axis(tickCount=4), scale=alt.Scale(zero=False)),
