@@ -233,11 +233,35 @@ def _tiny() -> Sweep:
     return Sweep(name="tiny", question="A trial of seconds", settings=tuple(settings), seeds=1)
 
 
+def _quick(name: str) -> Sweep:
+    """Minutes, on the text that Python carries: three seeds of a small Fig. 6 or 7."""
+    config = base(
+        32,
+        cpu=True,
+        corpus="embedded",
+        vocabulary="word",
+        vocabulary_size=2000,
+        steps=600,
+        learning_rate=5e-3,
+        measure_every=20,
+        predict_every=30,
+    )
+    readings: tuple[Reading, ...] = ("printed", "swapped-sum-normalized")
+    kappas = (1.0,) if name == "fig7" else (0.0, 1.0)
+    return Sweep(
+        name=f"{name}-quick",
+        question=f"Fig. {name.removeprefix('fig')} in miniature: d = 32, 1 layer",
+        settings=tuple(_settings(config, readings, kappas)),
+    )
+
+
 def _sweeps() -> dict[str, Sweep]:
     small = base(32, cpu=True)
     question = "(a) Does LocAteR lower perplexity, under which reading and normalization?"
     found = [
         *(_figure(name, cpu=cpu) for cpu in (False, True) for name in _FIGURES),
+        _quick("fig6"),
+        _quick("fig7"),
         Sweep(
             name="normalization-cpu",
             question=question,

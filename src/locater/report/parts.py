@@ -5,63 +5,17 @@ A new part is a function from a `Context` to a `Result` and a row in `PARTS`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from locater.report import claims, curves, figures
+from locater.report import claims, curves, figures, lab_parts
 from locater.report.explorer import explorer_section
 from locater.report.fig5 import fig5_chart, fig5_verdicts
 from locater.report.page import Section
-from locater.report.verdicts import Verdict
+from locater.report.part import Context, Part, Result, Scale
 from locater.simulation import preset, simulate
-
-Scale = Literal["quick", "cpu", "paper"]
-Records = list[dict[str, Any]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Context:
-    """What a part may know and use."""
-
-    scale: Scale
-    store: Path
-    """A folder for what the part wants to find again after an interruption."""
-    data: Path | None = None
-    progress: Callable[[int, int], None] = lambda done, total: None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """What a part made; plain enough for JSON."""
-
-    sections: tuple[Section, ...]
-    verdicts: tuple[Verdict, ...] = ()
-    headline: Section | None = None
-    """The one thing to see first, if this part has it."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data that `from_dict` takes back."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Result:
-        """Read it back."""
-        return cls(
-            sections=tuple(Section(**section) for section in data["sections"]),
-            verdicts=tuple(Verdict(**verdict) for verdict in data["verdicts"]),
-            headline=None if data["headline"] is None else Section(**data["headline"]),
-        )
-
-
-@dataclass(frozen=True)
-class Part:
-    """How a part is made, and about how long it takes on two cores."""
-
-    make: Callable[[Context], Result]
-    seconds: Mapping[Scale, float]
 
 
 def _chart_section(key: str, title: str, chart: Any, caption: str) -> Section:
@@ -182,6 +136,13 @@ def _always(seconds: float) -> dict[Scale, float]:
     return {"quick": seconds, "cpu": seconds, "paper": seconds}
 
 
+def _hours(quick_seconds: float, cpu: float, paper: float) -> dict[Scale, float]:
+    return {"quick": quick_seconds, "cpu": 3600 * cpu, "paper": 3600 * paper}
+
+
+_LARGE: tuple[Scale, ...] = ("cpu", "paper")
+
+
 PARTS: dict[str, Part] = {
     "explorer": Part(_explorer, _always(0.5)),
     "fig1": Part(_fig1, _always(0.5)),
@@ -189,6 +150,14 @@ PARTS: dict[str, Part] = {
     "fig3": Part(_fig3, _always(0.5)),
     "fig4": Part(_fig4, _always(0.5)),
     "fig5": Part(_fig5, _always(25)),
+    "fig6": Part(partial(lab_parts.curves_part, figure="fig6"), _hours(60, 2.5, 30)),
+    "fig7": Part(lab_parts.gates_part, _hours(5, 0.1, 1)),
+    **{
+        figure: Part(partial(lab_parts.curves_part, figure=figure), _hours(0, 0.5, 30), _LARGE)
+        for figure in ("fig8", "fig9", "fig10", "fig11", "fig12")
+    },
+    "models": Part(lab_parts.audit_part, _hours(5, 0.01, 0.01)),
+    "reality": Part(lab_parts.reality_part, _hours(20, 0.02, 0.02)),
     "claims": Part(_claims, _always(2)),
     "errata": Part(_errata, _always(0.5)),
 }

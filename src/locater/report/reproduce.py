@@ -16,7 +16,8 @@ from locater.errors import ConfigError
 from locater.files import write_file
 from locater.report import figures
 from locater.report.page import Section, render_page
-from locater.report.parts import PARTS, Context, Result, Scale
+from locater.report.part import Context, Result, Scale
+from locater.report.parts import PARTS
 
 Say = Callable[[str], None]
 
@@ -33,6 +34,8 @@ class ReproduceConfig:
     """Parts to make, separated by commas (fig1,errata); all by default."""
     data: Path | None = None
     """Texts for the parts that train; the others do without."""
+    results: Path | None = None
+    """Published runs (a folder of .jsonl): these are not trained again."""
     exports: bool = True
     """Write every figure as SVG, PNG and PDF too."""
     fresh: bool = False
@@ -44,10 +47,18 @@ class ReproduceConfig:
             raise ConfigError(
                 f"unknown part {unknown[0]!r}.", hint="choose among: " + ", ".join(PARTS) + "."
             )
-        if self.data is not None and not self.data.exists():
-            raise ConfigError(
-                f"there is nothing at {self.data}.", hint="--data is a folder or file of text."
-            )
+        for path, hint in (
+            (self.data, "--data is a folder or file of text."),
+            (self.results, "--results is a folder of runs that `locater sweep --results` wrote."),
+        ):
+            if path is not None and not path.exists():
+                raise ConfigError(f"there is nothing at {path}.", hint=hint)
+        for part in self.parts:
+            if self.scale not in PARTS[part].scales:
+                raise ConfigError(
+                    f"{part} is too large for the scale {self.scale!r}.",
+                    hint="use --scale cpu or --scale paper.",
+                )
 
     @property
     def parts(self) -> list[str]:
@@ -56,7 +67,7 @@ class ReproduceConfig:
         return [
             *(part for part in PARTS if part in named),
             *(n for n in named if n not in PARTS),
-        ] or [*PARTS]
+        ] or [name for name, part in PARTS.items() if self.scale in part.scales]
 
 
 def reproduce(config: ReproduceConfig, *, report: Say = lambda _: None) -> Path:
@@ -79,6 +90,7 @@ def reproduce(config: ReproduceConfig, *, report: Say = lambda _: None) -> Path:
                     scale=config.scale,
                     store=config.out,
                     data=config.data,
+                    results=config.results,
                     progress=clock.progress,
                 )
                 result = PARTS[part].make(context)
@@ -152,7 +164,7 @@ def _settings(config: ReproduceConfig) -> Section:
     rows = [
         ("scale", config.scale),
         ("parts", ", ".join(config.parts)),
-        ("data", config.data or "none"),
+        ("data", config.data.name if config.data else "the prose that Python carries"),
         ("seeds", "0 throughout; every sampler has a generator of its own"),
         ("Python", f"{platform.python_version()} on {platform.platform()}"),
         *((name, version(name)) for name in packages),
