@@ -1,8 +1,7 @@
 """Claim: an audit with all columns takes under 5 times one pass of Gram products over its weights.
 
 From file to table on random checkpoints of the shapes of GPT-2 small (float32) and Llama-3.2-1B
-(bfloat16), with a vocabulary of 1,000, which spares the peers more than us.  Every variant runs in
-a process of its own, on one thread, CPU time, imports and one small warm-up left out:
+(bfloat16), whole, with their vocabularies.  Every variant runs in a process of its own, on one thread, CPU time, imports and one small warm-up left out:
 
 - ours: `audit_checkpoint`, all columns; and without eigenvalues;
 - TransformerLens: load the model, take the eigenvalues of its QK FactoredMatrix, nothing else;
@@ -52,7 +51,7 @@ class Shape:
     dtype: torch.dtype = torch.bfloat16
 
 
-GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 12, "vocab_size": 1000}
+GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 12, "vocab_size": 50_257}
 LLAMA = {
     "model_type": "llama",
     "hidden_size": 2048,
@@ -60,7 +59,7 @@ LLAMA = {
     "num_attention_heads": 32,
     "num_hidden_layers": 16,
     "num_key_value_heads": 8,
-    "vocab_size": 1000,
+    "vocab_size": 128_256,
     "tie_word_embeddings": True,
 }
 LARGE = LLAMA | {
@@ -68,6 +67,7 @@ LARGE = LLAMA | {
     "intermediate_size": 28672,
     "num_attention_heads": 64,
     "num_hidden_layers": 4,
+    "vocab_size": 1000,
 }
 SHAPES = {
     "gpt2-small": Shape(GPT2, 12, 12, 12, 64, 768, 3072, 4, 5, torch.float32),
@@ -114,7 +114,11 @@ def make(name: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(0)
     prefix = "transformer." if name == "gpt2-small" else "model."
-    ends = {f"{prefix}{'wte' if name == 'gpt2-small' else 'embed_tokens'}.weight": 1000}
+    ends = {
+        f"{prefix}{'wte' if name == 'gpt2-small' else 'embed_tokens'}.weight": shape.config[
+            "vocab_size"
+        ]
+    }
     ends |= {"transformer.wpe.weight": 1024} if name == "gpt2-small" else {}
     final = "transformer.ln_f" if name == "gpt2-small" else "model.norm"
     homes: dict[str, str] = {}

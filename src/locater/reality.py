@@ -173,6 +173,39 @@ def fit_process(
     return replace(process, covariance=sigma, mean=mean)
 
 
+def measured_processes(
+    model: nn.Module,
+    blocks: Tensor,
+    *,
+    memory: int = 1 << 30,
+    report: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, TokenProcess]:
+    """The tokens that enter every self-attention of a model, by its name: means, K and Σ.
+
+    Layers whose inputs together fit into `memory` bytes are taken in one pass of the model.
+    """
+    found = [
+        one for one in find_attention(model) if one.layout.kind == "self" and one.module is not None
+    ]
+    if not found or len(blocks) < 8:
+        raise LocaterError(
+            f"{len(found)} self-attentions and {len(blocks)} blocks of text give no token process.",
+            hint="give a model with self-attention and a longer text, or fewer --tokens.",
+        )
+    size = 4 * len(blocks) * blocks.shape[1] * max(one.layout.model for one in found)
+    some = max(1, memory // size)
+    config, processes = RealityConfig(), dict[str, TokenProcess]()
+    for start in range(0, len(found), some):
+        samples = collect(model, found[start : start + some], blocks, keep=len(blocks), batch=8)
+        with one_thread():
+            for one in samples:
+                processes[one.attention.layout.name] = fit_process(
+                    one.inputs, kernel_blocks=config.kernel_blocks, rounds=config.rounds
+                )
+                report(len(processes), len(found))
+    return processes
+
+
 def measure(logits: Float[Tensor, "blocks heads tokens"], label: str = "") -> Measured:
     """What the last query of each block did, from the model's own logits."""
     blocks, _, tokens = logits.shape

@@ -350,7 +350,7 @@ def _plain(name: str, value: Any) -> Any:
 def _caveats(settings: AuditSettings, layers: Layers) -> Iterator[str]:
     """What holds for all rows, then what holds for some layers, each said once."""
     layouts, count = layers.layouts, len(layers.norms)
-    if count:
+    if layers.norms.keys() - settings.processes.keys():  # measured tokens carry their gains
         yield (
             f"the gains of the norm before the attention are part of W here ({count} of "
             f"{len(layouts)} layers)"

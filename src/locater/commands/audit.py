@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -54,6 +54,11 @@ class AuditCommand(TokenFlags):
 
     paths: Positional[tuple[str, ...]]
     """Folders, files, URLs or hub ids."""
+    text: Path | None = None
+    """Run the model on this text (extra `hf`) and take its tokens' own means, kernel and
+    covariance in place of assumed ones; try --tokens 64."""
+    blocks: int = 256
+    """Blocks of the text to run on, evenly spread."""
     exact: bool = False
     """Take ρ from the exact law of each score: up to a second per head."""
     eigenvalues: bool = True
@@ -91,7 +96,10 @@ def run(arguments: Sequence[str]) -> None:
     audits = []
     for path in command.paths:
         with progress(plain(path)) as report:
-            audits.append(audit_checkpoint(path, report=report, **settings))
+            if command.text is None:
+                audits.append(audit_checkpoint(path, report=report, **settings))
+            else:
+                audits.append(_with_text(command, path, settings, report))
     _write(command, audits)
     if len(audits) > 1:
         _show_timeline(Timeline(audits=tuple(audits)), command)
@@ -99,6 +107,28 @@ def run(arguments: Sequence[str]) -> None:
         print_json(audits[0].to_dict())
     else:
         _show(audits[0], command.top)
+
+
+def _with_text(
+    command: AuditCommand, path: str, settings: dict[str, Any], report: Callable[[int, int], None]
+) -> Audit:
+    """Audit a live model on the tokens that a text gives it."""
+    if command.base or command.heads or command.kv_heads:
+        raise ConfigError(
+            "--text loads the model itself; --base, --heads and --kv-heads do not reach it.",
+            hint="merge the adapter and store the model with its config, or leave --text out.",
+        )
+    from locater.adapters.loading import load_model, read_text, text_blocks
+    from locater.audit.stream import audit_model
+    from locater.reality import measured_processes
+
+    model, tokenizer = load_model(path)
+    blocks = text_blocks(
+        tokenizer, read_text(command.text or ""), tokens=command.tokens, blocks=command.blocks
+    )
+    processes = measured_processes(model, blocks, report=report)
+    live = {name: value for name, value in settings.items() if name not in ("base", "config")}
+    return audit_model(model, name=path, processes=processes, **live)
 
 
 def _write(command: AuditCommand, audits: Sequence[Audit]) -> None:
