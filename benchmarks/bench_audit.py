@@ -1,7 +1,8 @@
 """Claim: an audit with all columns takes under 5 times one pass of Gram products over its weights.
 
 From file to table on random checkpoints of the shapes of GPT-2 small (float32) and Llama-3.2-1B
-(bfloat16), whole, with their vocabularies.  Every variant runs in a process of its own, on one thread, CPU time, imports and one small warm-up left out:
+(bfloat16), whole, with their vocabularies.  Every variant runs in a process of its own, on one
+thread, CPU time, imports and one small warm-up left out:
 
 - ours: `audit_checkpoint`, all columns; and without eigenvalues;
 - TransformerLens: load the model, take the eigenvalues of its QK FactoredMatrix, nothing else;

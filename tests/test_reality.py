@@ -13,10 +13,24 @@ import torch
 from tests.samples import write_samples
 from torch import Tensor, nn
 
-from locater import ConfigError, InputError, LocaterError, TokenProcess, find_attention, propagation
+from locater import (
+    ConfigError,
+    InputError,
+    LocaterError,
+    Probe,
+    TokenProcess,
+    find_attention,
+    propagation,
+)
 from locater.adapters.loading import load_model, read_text, text_blocks
 from locater.cli import main
-from locater.reality import RealityConfig, against_theory, fit_process, measure
+from locater.reality import (
+    RealityConfig,
+    against_theory,
+    fit_process,
+    measure,
+    measured_processes,
+)
 from locater.reality_records import Reality, rank_correlation
 
 QUICK = RealityConfig(draws=200, exact=False, batch=500)
@@ -257,3 +271,38 @@ def test_models_that_are_not_there_are_explained(tmp_path: Path) -> None:
         load_model(tmp_path)
     with pytest.raises(ConfigError, match="estimate_blocks"):
         RealityConfig(estimate_blocks=2)
+
+
+def test_measured_processes_are_the_probe_s_however_little_memory_there_is(tmp_path: Path) -> None:
+    write_samples(tmp_path)
+    model, tokenizer = load_model(tmp_path / "model")
+    blocks = text_blocks(tokenizer, read_text(tmp_path / "text.txt"), tokens=8, blocks=64)
+    with Probe(model) as probe:
+        model(blocks)
+    whole, sparing = (measured_processes(model, blocks, memory=size) for size in (1 << 30, 1))
+    assert len(whole) == 2
+    for name, process in whole.items():
+        expected = probe.process(name)
+        for other in (expected, sparing[name]):
+            # float32 inputs that the model computes in batches of another size
+            torch.testing.assert_close(process.kernel, other.kernel, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(process.mean, other.mean, rtol=1e-4, atol=1e-5)
+
+
+def test_an_audit_of_a_text_rests_on_its_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_samples(tmp_path)
+    where = [str(tmp_path / "model"), "--tokens", "16", "--json"]
+    assert main(["audit", *where]) == 0
+    assumed = json.loads(capsys.readouterr().out)
+    assert main(["audit", *where, "--text", str(tmp_path / "text.txt")]) == 0
+    measured = json.loads(capsys.readouterr().out)
+    assert "measured tokens of 2 layers" in measured["process"]
+    assert not any("no text was read" in one or "gains" in one for one in measured["caveats"])
+    pairs = list(zip(assumed["rows"], measured["rows"], strict=True))
+    assert all((a["layer"], a["head"]) == (b["layer"], b["head"]) for a, b in pairs)
+    assert all(a["entropy"] != b["entropy"] for a, b in pairs)
+    assert all(a["frobenius_ratio"] > 0 for a, _ in pairs)
+    assert main(["audit", *where, "--text", str(tmp_path / "text.txt"), "--heads", "4"]) == 1
+    assert "--text loads the model itself" in capsys.readouterr().err
