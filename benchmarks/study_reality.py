@@ -45,7 +45,7 @@ def main() -> None:
     text = read_text(given.text)
     cut = {"tokens": given.tokens, "special": given.special}
     blocks = text_blocks(tokenizer, text, blocks=given.blocks, **cut)
-    foreign = text_blocks(tokenizer, _other(given.other), blocks=given.blocks // 4, **cut)
+    foreign = text_blocks(tokenizer, _other(given.other), blocks=given.blocks // 8, **cut)
     split = len(blocks) // 2
     result: dict[str, Any] = {"model": given.name, "tokens": given.tokens}
     start = time.perf_counter()
