@@ -2,10 +2,10 @@
 
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
-from tests.samples import write_samples
 
 from locater import cli
 
@@ -35,10 +35,10 @@ def test_python_blocks_of_a_page_run_in_order(page: Path) -> None:
     "line", sorted({*command_lines(), *(c[1] for c in cli._COMMANDS.values())})
 )
 def test_documented_command_lines_work(
-    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    line: str, tmp_path: Path, samples: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if re.search(r"\b(model|tuned|text\.txt)\b", line):
-        write_samples(tmp_path)
+        shutil.copytree(samples, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     assert cli.main(shlex.split(line)[1:]) == 0
 

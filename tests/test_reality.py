@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.samples import write_samples
 from torch import Tensor, nn
 
 from locater import (
@@ -154,13 +153,6 @@ def test_rank_correlation_knows_ties_and_order() -> None:
 
 
 @pytest.fixture(scope="module")
-def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("samples")
-    write_samples(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def reality(samples: Path) -> Reality:
     model, tokenizer = load_model(samples / "model")
     blocks = text_blocks(tokenizer, read_text(samples / "text.txt"), tokens=8, blocks=200)
@@ -273,10 +265,9 @@ def test_models_that_are_not_there_are_explained(tmp_path: Path) -> None:
         RealityConfig(estimate_blocks=2)
 
 
-def test_measured_processes_are_the_probe_s_however_little_memory_there_is(tmp_path: Path) -> None:
-    write_samples(tmp_path)
-    model, tokenizer = load_model(tmp_path / "model")
-    blocks = text_blocks(tokenizer, read_text(tmp_path / "text.txt"), tokens=8, blocks=64)
+def test_measured_processes_are_the_probe_s_however_little_memory_there_is(samples: Path) -> None:
+    model, tokenizer = load_model(samples / "model")
+    blocks = text_blocks(tokenizer, read_text(samples / "text.txt"), tokens=8, blocks=64)
     with Probe(model) as probe:
         model(blocks)
     whole, sparing = (measured_processes(model, blocks, memory=size) for size in (1 << 30, 1))
@@ -290,13 +281,12 @@ def test_measured_processes_are_the_probe_s_however_little_memory_there_is(tmp_p
 
 
 def test_an_audit_of_a_text_rests_on_its_tokens(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    samples: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_samples(tmp_path)
-    where = [str(tmp_path / "model"), "--tokens", "16", "--json"]
+    where = [str(samples / "model"), "--tokens", "16", "--json"]
     assert main(["audit", *where]) == 0
     assumed = json.loads(capsys.readouterr().out)
-    assert main(["audit", *where, "--text", str(tmp_path / "text.txt")]) == 0
+    assert main(["audit", *where, "--text", str(samples / "text.txt")]) == 0
     measured = json.loads(capsys.readouterr().out)
     assert "measured tokens of 2 layers" in measured["process"]
     assert not any("no text was read" in one or "gains" in one for one in measured["caveats"])
@@ -304,5 +294,5 @@ def test_an_audit_of_a_text_rests_on_its_tokens(
     assert all((a["layer"], a["head"]) == (b["layer"], b["head"]) for a, b in pairs)
     assert all(a["entropy"] != b["entropy"] for a, b in pairs)
     assert all(a["frobenius_ratio"] > 0 for a, _ in pairs)
-    assert main(["audit", *where, "--text", str(tmp_path / "text.txt"), "--heads", "4"]) == 1
+    assert main(["audit", *where, "--text", str(samples / "text.txt"), "--heads", "4"]) == 1
     assert "--text loads the model itself" in capsys.readouterr().err
