@@ -9,16 +9,19 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from locater.audit import audit_model, audit_timeline
 from locater.core.penalty import LocAteRConfig
 from locater.errors import ConfigError, InputError
 from locater.lab.data import load_corpus
 from locater.lab.run import DivergedError, Run
 from locater.lab.settings import TrainConfig
 from locater.lab.train import train
+from locater.lab.trained import load_trained
 
 WORDS = ("attention", "looks", "at", "late", "tokens", "and", "early", "ones", "of", "the", "text")
 SMALL = TrainConfig(
@@ -245,3 +248,26 @@ def test_both_normalizations_differ_by_the_tokens_of_a_batch() -> None:
     assert summed.mean_strength == mean.mean_strength / (4 * 8)
     assert summed.equilibrium(8) == pytest.approx(mean.equilibrium(8))
     assert replace(SMALL, scale_strength=0.0, mean_strength=0.0).penalty is None
+
+
+@pytest.mark.parametrize("kind", ["as it is", "pre-norm, joint", "qk-norm"])
+def test_checkpoints_of_a_run_are_audited_like_any_others(
+    kind: str, text: Path, tmp_path: Path
+) -> None:
+    """The rows of the stored weights are those of the live model, two checkpoints a timeline."""
+    changes: dict[str, Any] = {
+        "pre-norm, joint": {"norm": "pre", "qk": "joint"},
+        "qk-norm": {"stabilizer": "qk-norm"},
+    }.get(kind, {})
+    finish(replace(SMALL, **changes), tmp_path, text)
+    places = sorted((tmp_path / "checkpoints").glob("step-*"))
+    timeline = audit_timeline(places, tokens=8)
+    assert len(timeline.audits) == 2 and len(timeline.trajectories()) == 2
+    model, _ = load_trained(tmp_path, data=str(text))
+    live = audit_model(model, tokens=8)
+    for stored, running in zip(timeline.audits[-1].rows, live.rows, strict=True):
+        assert (stored.name, stored.trace) == (running.name, running.trace)
+        assert stored.r == pytest.approx(running.r, rel=1e-12)
+        assert stored.entropy == pytest.approx(running.entropy, rel=1e-5)  # drawn in float32
+    assert {row.verdict == "not judged" for row in live.rows} == {kind == "qk-norm"}
+    assert timeline.audits[0].rows != timeline.audits[1].rows

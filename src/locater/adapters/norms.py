@@ -17,6 +17,7 @@ _BESIDE = (
     "ln_1",  # GPT-2, GPT-J, BigCode
     "ln_attn",  # Falcon's later layers
     "attn_norm",  # GGUF
+    "attn_norm_before",  # `locater train`
     "attention_norm",  # Llama as first published
     "layernorm_before",  # ViT
     "layer_norm1",  # CLIP, SigLIP

@@ -26,6 +26,8 @@ from locater.lab.settings import TrainConfig
 Record = dict[str, Any]
 KEPT = 2
 """Checkpoints on disk: the last, and the one before it in case the last is damaged."""
+MODEL = {"model_type": "locater", "num_attention_heads": 1}
+"""What stands beside a checkpoint's weights, so that `locater audit` reads it like any other."""
 
 
 class DivergedError(LocaterError):
@@ -179,7 +181,10 @@ class RunFolder:
             "carried": carried,
             "digests": {name: _digest(data) for name, data in parts.items()},
         }
-        parts["manifest.json"] = _pretty(manifest).encode()
+        parts |= {
+            "manifest.json": _pretty(manifest).encode(),
+            "config.json": _pretty(MODEL).encode(),
+        }
         place, draft = self.checkpoints / f"step-{step:08d}", self.checkpoints / f".step-{step:08d}"
         try:
             shutil.rmtree(draft, ignore_errors=True)
