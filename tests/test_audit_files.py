@@ -304,6 +304,26 @@ def test_comparisons_and_timelines_have_tables(
     assert "0 of 8 heads changed" in out and "and 6 more heads" in out
 
 
+def test_a_timeline_and_a_comparison_say_what_they_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = built("llama")
+    with torch.no_grad():
+        model.layers[1].self_attn.k_proj.weight[0, 0] = math.nan
+    model.save_pretrained(tmp_path)
+    for command in ("audit", "compare"):
+        line = [command, str(tmp_path), str(tmp_path), "--tokens", "16"]
+        capsys.readouterr()
+        assert main(line) == 0
+        said = capsys.readouterr().err.splitlines()
+        assert sum(one.startswith("caveat: no text was read") for one in said) == 1
+        assert sum(one.startswith("skipped: layers.1.self_attn: ") for one in said) == 1
+        assert main([*line, "--json"]) == 0
+        data = json.loads(capsys.readouterr().out)
+        assert {one["name"] for one in data["skipped"]} == {"layers.1.self_attn"}
+        assert any("no text was read" in caveat for caveat in data["caveats"])
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

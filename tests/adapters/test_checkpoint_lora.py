@@ -239,7 +239,7 @@ def test_adapters_that_cannot_be_merged_say_why(tmp_path: Path, case: str) -> No
     base = None if "base_model_name_or_path" in changes else tmp_path / "base"
     with pytest.raises(LocaterError, match=message) as caught:
         open_checkpoint(tmp_path / "adapter", base=base)
-    assert "merge" in str(caught.value.hint) or "base=" in str(caught.value.hint)
+    assert "merge" in str(caught.value.hint) or "--base" in str(caught.value.hint)
 
 
 def test_adapters_over_the_wrong_base_are_refused(tmp_path: Path) -> None:
@@ -256,6 +256,14 @@ def test_adapters_over_the_wrong_base_are_refused(tmp_path: Path) -> None:
         assert "3 parts of the adapter fit no weight" in narrow.caveats[-1]
         with pytest.raises(LocaterError, match=r"is \(8, 8\), and the adapter's factors are"):
             narrow.read([name])
+
+
+def test_an_adapter_without_its_settings_says_what_is_missing(tmp_path: Path) -> None:
+    adapted(tmp_path, "llama", **PLAIN)
+    (tmp_path / "adapter" / "adapter_config.json").unlink()
+    with pytest.raises(LocaterError, match="LoRA factors without the weights") as caught:
+        open_checkpoint(tmp_path / "adapter", base=tmp_path / "base")
+    assert "adapter_config.json" in str(caught.value.hint) and "--base" in str(caught.value.hint)
 
 
 def test_two_adapters_in_one_file_are_not_added_up(tmp_path: Path) -> None:

@@ -355,9 +355,11 @@ def test_what_was_downloaded_is_read_from_the_cache(
     hub.setattr(constants, "HF_HUB_OFFLINE", True)
     with open_checkpoint("org/name") as offline:
         assert "HF_HUB_OFFLINE is set" in offline.caveats[0]
-    with pytest.raises(LocaterError, match="org/other is not in the local cache") as caught:
+    with pytest.raises(
+        LocaterError, match="org/other is neither a path here nor in the hub"
+    ) as caught:
         open_checkpoint("org/other")
-    assert caught.value.hint == "run: hf download org/other"
+    assert str(caught.value.hint).endswith("run: hf download org/other")
 
 
 def test_hf_endpoint_in_the_environment_is_honored(model: Path, tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ Report = Callable[[int, int], None]
 
 NO_CONFIG = (
     "no config.json: the family and its settings are told by tensor names alone, "
-    "unless config= gives them"
+    "unless --heads (config=) gives them"
 )
 _HUB_ID = re.compile(
     r"(?P<repository>[\w.-]+/[\w.-]+)(?:/(?P<file>[\w./-]+))?(?:@(?P<revision>[\w./-]+))?"
@@ -144,7 +144,7 @@ def open_checkpoint(
         return _adapted(str(source), place, choice, base, given, report)
     found = _opened(str(source), place, choice, given, report)
     if base is not None:
-        found.caveats += (f"base= was given and not used: {source} is not an adapter",)
+        found.caveats += (f"a base was given and not used: {source} is not an adapter",)
     return found
 
 
@@ -196,7 +196,8 @@ def _adapted(
     stands_on = base or settings.get("base_model_name_or_path")
     if not stands_on:
         raise LocaterError(
-            f"the adapter {name} does not say what it stands on.", hint="give it with base=."
+            f"the adapter {name} does not say what it stands on.",
+            hint="give it with --base (base=).",
         )
     try:
         below, files = _find(stands_on)
@@ -206,7 +207,7 @@ def _adapted(
     except LocaterError as error:
         raise LocaterError(
             f"the base of the adapter {name} cannot be opened: {error.message}",
-            hint="give the base's folder, file, URL or hub id with base=.",
+            hint="give the base's folder, file, URL or hub id with --base (base=).",
         ) from error
     with ExitStack() as stack:
         stack.callback(under.close)

@@ -61,8 +61,8 @@ class HubRepository:
                 self.caveats = (f"{why}: {self._repository} is what was downloaded before",)
                 return
         raise LocaterError(
-            f"{self._repository} is not in the local cache, and {why}.",
-            hint=f"run: hf download {self._repository}",
+            f"{self._repository} is neither a path here nor in the hub's local cache, and {why}.",
+            hint=f"check the path; for a model of the hub, run: hf download {self._repository}",
         ) from cause
 
     def _cached(self, name: str) -> Path | None:

@@ -56,11 +56,16 @@ class LoraTensors:
         self._match_shifts()
         if adapter is not base:
             lost += self._match_replaced()
+        if not self._changes and adapter is base:
+            raise LocaterError(
+                f"{name} holds LoRA factors without the weights that they change.",
+                hint="put its adapter_config.json beside it, and give the base with --base.",
+            )
         if not self._changes:
             raise LocaterError(
                 f"nothing in the adapter {name} fits its base; "
                 f"it changes {', '.join(lost[:4]) or 'nothing'}.",
-                hint="give the base that it was trained on, with base=.",
+                hint="give the base that it was trained on, with --base (base=).",
             )
         self.caveats: tuple[str, ...] = (f"{len(self._changes)} weights are merged with LoRA",)
         if lost:
@@ -196,7 +201,7 @@ class LoraTensors:
             raise LocaterError(
                 f"{name} is {tuple(weight.shape)}, and the adapter's factors are "
                 f"{tuple(up.shape)} and {tuple(down.shape)}.",
-                hint="give the base that the adapter was trained on, with base=.",
+                hint="give the base that the adapter was trained on, with --base (base=).",
             )
         rows = rows + self._scale(module, len(down)) * (up @ down)
         if "lora_magnitude_vector" in parts:

@@ -112,7 +112,8 @@ def choose(names: Sequence[str], place: str) -> Choice:
     seen = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
     raise LocaterError(
         f"{place} holds no checkpoint; it holds {seen or 'nothing'}.",
-        hint="give a folder with model.safetensors, its index, pytorch_model.bin or a .gguf file.",
+        hint="give a folder with model.safetensors, its index, pytorch_model.bin or a .gguf file; "
+        "of a run, the folders of its checkpoints.",
     )
 
 

@@ -6,6 +6,8 @@ A pickle can run any program. `weights_only` loading refuses what is not data be
 from __future__ import annotations
 
 import pickle
+import re
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ ZIP = b"PK\x03\x04"
 PICKLES = tuple(b"\x80" + bytes([protocol]) for protocol in range(2, 6))
 _STATES = ("state_dict", "model_state_dict", "model", "module", "net", "params", "weights")
 _CONFIGS = ("model_args", "config", "hyper_parameters", "args")
+_ASKED = re.compile(r"WeightsUnpickler error:\s*([^\n]+?)\.?(?: Please use|\n|$)")  # torch's reason
 _WHOLE = "a pickle of the kind that PyTorch wrote before 1.6, which can only be read whole"
 
 
@@ -45,10 +48,12 @@ class PytorchFile:
     def _load(self, **options: Any) -> Any:
         """Load without running code, or say what to do instead."""
         try:
-            return torch.load(self._path, weights_only=True, **options)  # noqa: TID251
+            with warnings.catch_warnings():  # of protocols that it may not know: then it raises
+                warnings.filterwarnings("ignore", "Detected pickle protocol")
+                return torch.load(self._path, weights_only=True, **options)  # noqa: TID251
         except pickle.UnpicklingError as error:
-            asked = str(error).partition("Re-running")[0].strip() or "it is not a state dict"
-            raise self._refused(" ".join(asked.split())) from error
+            asked = _ASKED.search(str(error))
+            raise self._refused(asked[1] if asked else "it is not a state dict") from error
         except RuntimeError as error:
             if "TorchScript" in str(error):
                 raise self._refused("it is a TorchScript program") from error
@@ -58,7 +63,7 @@ class PytorchFile:
 
     def _refused(self, why: str) -> LocaterError:
         return LocaterError(
-            f"{self._path} is refused, for reading it would run code that it holds: {why[:300]}",
+            f"{self._path} is refused, for reading it may run code that it holds: {why[:300]}.",
             hint="load it where you trust it, convert it with safetensors.torch.save_file("
             "model.state_dict(), 'model.safetensors'), and give that.",
         )

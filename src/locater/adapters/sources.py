@@ -96,28 +96,6 @@ class LocalFile:
         self._file.close()
 
 
-class BytesInMemory:
-    """Bytes that are here already."""
-
-    def __init__(self, data: bytes, name: str) -> None:
-        self.name = name
-        self.size = len(data)
-        self.bytes_read = 0
-        self._data = data
-
-    def read_into(self, start: int, buffer: memoryview, tick: Tick = unheard) -> None:
-        """Fill the buffer with the bytes from `start` on, or raise."""
-        found = self._data[start : start + len(buffer)]
-        if len(found) < len(buffer):
-            raise truncated(self.name, self.size, start + len(buffer))
-        buffer[:] = found
-        self.bytes_read += len(found)
-        tick(len(found))
-
-    def close(self) -> None:
-        """Nothing to let go of."""
-
-
 def read_bytes(source: ByteSource, start: int, length: int) -> bytes:
     """Some bytes of a file; fewer where it ends."""
     buffer = bytearray(max(0, min(length, source.size - start)))

@@ -87,7 +87,7 @@ class Comparison:
             "after": self.after.name,
             "summary": self.summary,
             "process": self.after.process,
-            "caveats": list(dict.fromkeys((*self.before.caveats, *self.after.caveats))),
+            "caveats": Timeline(audits=(self.before, self.after)).caveats,
             "skipped": [asdict(one) for one in self.skipped],
             "rows": [asdict(row) for row in self.rows],
         }
@@ -265,6 +265,11 @@ class Timeline:
 
     audits: tuple[Audit, ...]
 
+    @property
+    def caveats(self) -> list[str]:
+        """What any of the audits says of itself, once."""
+        return list(dict.fromkeys(caveat for audit in self.audits for caveat in audit.caveats))
+
     def trajectories(self) -> list[dict[str, Any]]:
         """One record per head: its columns as lists over the checkpoints, None where it lacks."""
         heads: dict[tuple[Any, ...], list[HeadRecord | None]] = {}
@@ -286,6 +291,12 @@ class Timeline:
         return {
             "checkpoints": [audit.name for audit in self.audits],
             "summaries": [audit.summary for audit in self.audits],
+            "caveats": self.caveats,
+            "skipped": [
+                {"checkpoint": audit.name, **asdict(one)}
+                for audit in self.audits
+                for one in audit.skipped
+            ],
             "trajectories": self.trajectories(),
         }
 

@@ -18,6 +18,10 @@ from locater.adapters.resolve import Recipe
 from locater.core.spectrum import QKForm
 
 Tensors = Mapping[str, Tensor]
+_PARAMETRIZED = (
+    "its weights are stored as they are before a parametrization, which acts on them; audit the "
+    "live model, or save it after torch.nn.utils.parametrize.remove_parametrizations"
+)
 _BLOCK_BYTES = 48 * 2**20
 
 
@@ -36,6 +40,9 @@ class Layers:
     ) -> Layers:
         """The attentions of an open checkpoint."""
         found, skipped = layouts(checkpoint.shapes, checkpoint.config, recipes=recipes)
+        bent = [one for one in found if any(".parametrizations." in name for name in one.tensors)]
+        skipped += [Skipped(name=one.name, reason=_PARAMETRIZED) for one in bent]
+        found = [one for one in found if one not in bent]
         before = norms(checkpoint.shapes, checkpoint.config, found) if gains else {}
         return cls(found, before, skipped, checkpoint.read)
 

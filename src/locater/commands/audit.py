@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -15,6 +15,7 @@ from locater.commands.terminal import console, parse, print_json, progress, say
 from locater.errors import ConfigError
 
 if TYPE_CHECKING:
+    from locater.adapters.layout import Skipped
     from locater.audit.compare import Timeline
     from locater.audit.record import Audit, HeadRecord
 
@@ -209,9 +210,14 @@ def _show(audit: Audit, top: int) -> None:
         if verdict != "healthy":
             out.print(Text(f"{verdict}: {_named(worst)}: {plain(worst.reason)}"))
     out.print(Text(plain(audit.summary)))
-    for caveat in audit.caveats:
+    say_limits(audit.caveats, audit.skipped)
+
+
+def say_limits(caveats: Iterable[str], skipped: Iterable[Skipped]) -> None:
+    """What the table rests on and what is not in it."""
+    for caveat in caveats:
         say(f"caveat: {plain(caveat)}")
-    for one in audit.skipped:
+    for one in skipped:
         say(f"skipped: {plain(one.name)}: {plain(one.reason)}")
 
 
@@ -243,6 +249,7 @@ def _show_timeline(line: Timeline, command: AuditCommand) -> None:
     out.print(table)
     out.print("moved: the largest change of r in one head since the checkpoint before.")
     _show_movers(tracks, command.top, out)
+    say_limits(line.caveats, dict.fromkeys(one for audit in line.audits for one in audit.skipped))
 
 
 def _show_movers(tracks: list[dict[str, Any]], top: int, out: Any) -> None:

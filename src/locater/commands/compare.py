@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from tyro.conf import Positional
 
-from locater.commands.audit import TokenFlags, head_name, plain
-from locater.commands.terminal import console, parse, print_json, progress, say
+from locater.commands.audit import TokenFlags, head_name, plain, say_limits
+from locater.commands.terminal import console, parse, print_json, progress
 
 if TYPE_CHECKING:
     from locater.audit.compare import Comparison
@@ -65,5 +65,4 @@ def _show(comparison: Comparison, top: int) -> None:
     if top and len(comparison.rows) > top:
         out.print(f"… and {len(comparison.rows) - top} more heads: --top 0 or --json has them.")
     out.print(Text(plain(comparison.summary)))
-    for one in comparison.skipped:
-        say(f"skipped: {plain(one.name)}: {plain(one.reason)}")
+    say_limits(comparison.to_dict()["caveats"], comparison.skipped)
