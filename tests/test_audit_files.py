@@ -84,32 +84,47 @@ def test_a_url_gives_the_rows_of_the_file_for_fewer_bytes(audit: Audit, folder: 
     assert 0 < remote.bytes_read < (folder / "model.safetensors").stat().st_size
 
 
-def test_gguf_has_the_rows_of_the_model_it_came_from(audit: Audit, tmp_path: Path) -> None:
+ARCHITECTURES: dict[str, tuple[str, bool, dict[str, float]]] = {
+    "llama": ("llama", True, {}),
+    "granite": ("granite", True, {"attention__scale": 0.2}),
+    "cohere": ("command-r", False, {}),  # its pairs lie side by side in every format
+    "qwen2": ("qwen2", False, {}),
+}
+"""By family: what llama.cpp calls it, whether its converter reorders heads, what else it stores."""
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_gguf_has_the_rows_of_the_model_it_came_from(family: str, tmp_path: Path) -> None:
     import gguf
 
-    model, kind = built("llama"), gguf.GGMLQuantizationType.F32
+    model, kind = built(family), gguf.GGMLQuantizationType.F32
+    name, is_reordered, more = ARCHITECTURES[family]
+    model.save_pretrained(tmp_path / "model")
     tensors = {}
     for layer, block in enumerate(model.layers):
         for side in "qk":
-            weight = getattr(block.self_attn, f"{side}_proj").weight.detach().float()
-            # llama.cpp lays the halves of a head's rotary pairs side by side
-            heads = weight.unflatten(0, (-1, 2, 4)).transpose(1, 2).reshape(weight.shape)
-            tensors[f"blk.{layer}.attn_{side}.weight"] = (heads, kind)
+            for leaf, value in getattr(block.self_attn, f"{side}_proj").named_parameters():
+                rows = value.detach().float()
+                if is_reordered:  # the halves of a head's rotary pairs side by side
+                    rows = rows.unflatten(0, (-1, 2, 4)).transpose(1, 2).reshape(rows.shape)
+                tensors[f"blk.{layer}.attn_{side}.{leaf}"] = (rows, kind)
         gain = block.input_layernorm.weight.detach().float()
         tensors[f"blk.{layer}.attn_norm.weight"] = (gain, kind)
     path = tmp_path / "tiny.gguf"
-    settings = {
-        "llama__attention__head_count": 4,
-        "llama__attention__head_count_kv": 2,
-        "llama__embedding_length": 32,
-        "llama__block_count": 2,
-        "llama__rope__freq_base": 10000.0,
+    said = {
+        "attention__head_count": 4,
+        "attention__head_count_kv": 2,
+        "embedding_length": 32,
+        "block_count": 2,
+        "rope__freq_base": float(model.config.rope_parameters["rope_theta"]),
+        **more,
     }
-    write_gguf(path, tensors, **settings)
-    stored = audit_checkpoint(path, tokens=16)
+    write_gguf(path, tensors, name, **{f"{name}__{key}": value for key, value in said.items()})
+    places = (path, tmp_path / "model")
+    stored, audit = (audit_checkpoint(one, tokens=16) for one in places)
     assert stored.format == "gguf"
     assert_same_numbers(stored, audit, 1e-5, is_redrawn=True)  # the weights were rounded to float32
-    turned = [audit_checkpoint(one, tokens=16, offset=3) for one in (path, audit.name)]
+    turned = [audit_checkpoint(one, tokens=16, offset=3) for one in places]
     assert_same_numbers(*turned, 1e-5, is_redrawn=True)
     assert any("offset 3" in caveat for caveat in turned[0].caveats)
     assert turned[0].rows[0].trace != pytest.approx(stored.rows[0].trace, rel=1e-2)

@@ -241,11 +241,13 @@ def test_eight_bit_weights_come_with_their_scales(tmp_path: Path) -> None:
         torch.testing.assert_close(form.query.flatten(0, 1), expected, rtol=0, atol=0)
 
 
-def write_gguf(path: Path, tensors: Mapping[str, Any], **metadata: Any) -> None:
+def write_gguf(
+    path: Path, tensors: Mapping[str, Any], architecture: str = "llama", **metadata: Any
+) -> None:
     """A GGUF file by the reference writer; strings, integers, floats and lists as metadata."""
     import gguf
 
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, architecture)
     for key, value in metadata.items():
         name = key.replace("__", ".")
         if isinstance(value, str):
@@ -279,7 +281,8 @@ def test_gguf_values_are_those_of_its_own_package(tmp_path: Path) -> None:
     write_gguf(path, tensors, llama__attention__head_count=4, tokenizer__words=words)
     with open_checkpoint(path) as checkpoint:
         assert checkpoint.format == "gguf"
-        assert checkpoint.config == {"model_type": "llama", "num_attention_heads": 4}
+        said = {"model_type": "llama", "num_attention_heads": 4, "rope_interleave": True}
+        assert checkpoint.config == said
         reader = gguf.GGUFReader(path)
         assert checkpoint.shapes.keys() == {tensor.name for tensor in reader.tensors}
         for tensor in reader.tensors:

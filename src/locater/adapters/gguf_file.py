@@ -28,10 +28,17 @@ _LARGEST_HEADER = 1 << 28
 _KEPT = 4096  # entries of an array; vocabularies are longer and are passed over
 _FREQUENCIES = "rope_freqs.weight"
 _MODEL_TYPES = {"gptneox": "gpt_neox", "command-r": "cohere", "phi2": "phi"}
+_CONSECUTIVE = (
+    "arcee", "baichuan", "bailingmoe", "chameleon", "cohere2", "command-r", "deci", "deepseek",
+    "ernie4_5", "ernie4_5-moe", "granite", "granitehybrid", "granitemoe", "internlm2", "llama",
+    "llama-embed", "llama4", "minicpm", "mistral3", "olmo", "orion", "smollm3", "xverse",
+)  # fmt: skip
+"""Architectures whose rotary pairs llama.cpp keeps side by side; all others have them in halves."""
 _CONFIG = {
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim",
+    "attention.scale": "scaling",
     "attention.sliding_window": "sliding_window",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "block_count": "num_hidden_layers",
@@ -124,6 +131,8 @@ def gguf_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
             value = value[0]
         if value is not None and not isinstance(value, list):
             config[theirs] = value
+    if family in _CONSECUTIVE:
+        config["rope_interleave"] = True
     scaling = metadata.get(f"{family}.rope.scaling.type")
     if scaling in ("linear", "yarn"):
         config["rope_scaling"] = {

@@ -89,7 +89,9 @@ _SEQ2SEQ = ("bart", "mbart", "marian", "pegasus", "m2m_100", "whisper")
 _CLIP = ("clip", "clip_text_model", "clip_vision_model")
 _SIGLIP = ("siglip", "siglip_text_model", "siglip_vision_model")
 _VIT = ("vit", "deit", "dinov2")
-_GGUF = Recipe(family="gguf", query="attn_q", key="attn_k", part="decoder")
+_GGUF = Recipe(
+    family="gguf", query="attn_q", key="attn_k", part="decoder", temperature=said_by_module
+)
 _GPT2 = Recipe(family="gpt2", query="c_attn", part="decoder", temperature=_gpt2_temperature)
 _LIN = Recipe(family="q_lin", query="q_lin", key="k_lin", part="encoder")
 _DEBERTA = Recipe(
@@ -115,7 +117,7 @@ RECIPES: tuple[Recipe, ...] = (
     replace(_FUSED, model_types=("gpt_neox",), rotary="half"),
     replace(_FUSED, model_types=("falcon",), rotary="half", position_bias="scaled alibi"),
     replace(_ROTARY, model_types=("modernbert",), query="Wqkv", key="", part="encoder"),
-    replace(_GGUF, model_types=("llama",), rotary="interleaved"),  # llama.cpp reorders these heads
+    replace(_GGUF, model_types=("llama",), rotary="half"),  # or interleaved, as its header says
     replace(_GGUF, rotary="half if configured", caveats=(NAMES_CAVEAT,)),
     replace(_GGUF, query="attn_qkv", key="", rotary="half if configured", caveats=(NAMES_CAVEAT,)),
     # a bias by distance

@@ -345,7 +345,9 @@ class _Site:
         if recipe.rotary is None or (recipe.rotary == "half if configured" and silent):
             return None
         layout: Literal["half", "interleaved"] = (
-            "interleaved" if recipe.rotary == "interleaved" else "half"
+            "interleaved"
+            if recipe.rotary == "interleaved" or self.config.get("rope_interleave")
+            else "half"
         )
         return rotary_spec(self.config, head_dim=head_dim, layer=self.layer, layout=layout)
 
