@@ -55,7 +55,8 @@ def _summary(audits: Sequence[Audit]) -> Section:
 
 def _maps(audits: Sequence[Audit]) -> Section:
     choices = {**WORDS, **NUMBERS}
-    first = "verdict" if len(audits) == 1 else "effective_tokens"
+    words = {row.verdict for audit in audits for row in audit.rows}
+    first = "verdict" if len(audits) == 1 and len(words) > 1 else "effective_tokens"
     options = "".join(
         f'<option value="{key}"{" selected" * (key == first)}>{escape(name)}</option>'
         for key, name in choices.items()
