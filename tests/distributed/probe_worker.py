@@ -1,4 +1,4 @@
-"""Run by torchrun on two gloo processes: a probe under DDP and FSDP2, against one process.
+"""Run on two gloo processes: a probe under DDP and FSDP2, against one process.
 
 Every case is the largest difference of entropies, ρ and token ranks between a rank's probe and one
 process on that rank's part of the batch, or, once gathered, on the whole batch; "output" is the
@@ -6,7 +6,6 @@ difference that the probe makes to the model's output.
 """
 
 import json
-import sys
 from pathlib import Path
 
 import torch
@@ -39,7 +38,6 @@ def difference(one: Tensor, other: Tensor) -> float:
 
 
 def main(out: Path) -> None:
-    distributed.init_process_group("gloo")
     rank, size = distributed.get_rank(), distributed.get_world_size()
     parts = batch().chunk(size)
     mesh = init_device_mesh("cpu", (size,))
@@ -72,8 +70,3 @@ def main(out: Path) -> None:
     distributed.all_gather_object(every, results)
     if rank == 0:
         out.write_text(json.dumps({key: [one[key] for one in every] for key in results}))
-    distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -1,27 +1,18 @@
 """On two gloo processes a probe measures each rank's part, and gathered, the whole batch."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("distributed")]
 FLOAT32 = 2e-5  # logits of size one from sums of a few dozen float32 numbers, in another order
 CASES = [f"{kind} {name}" for kind in ("ddp", "fsdp") for name in ("separate", "fused")]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
-    out = tmp_path_factory.mktemp("distributed") / "results.json"
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *(str(Path(__file__).with_name("probe_worker.py")), str(out)),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, list[float]] = json.loads(out.read_text())
+def results(on_two_processes: Path) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = json.loads((on_two_processes / "probe.json").read_text())
     return found
 
 

@@ -1,11 +1,10 @@
-"""Run by torchrun on two gloo processes: gradients with the penalty under each kind of parallelism.
+"""Run on two gloo processes: gradients with the penalty under each kind of parallelism.
 
 Every case returns the largest difference between its gradients and those of one process on the
 whole batch, relative to the largest gradient; rank 0 writes all of them as JSON.
 """
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -110,7 +109,6 @@ def distance(build: Callable[[], nn.Sequential], ours: dict[str, Tensor]) -> flo
 
 
 def main(out: Path) -> None:
-    distributed.init_process_group("gloo")
     rank, size = distributed.get_rank(), distributed.get_world_size()
     part = batch().chunk(size)[rank]
     mesh = init_device_mesh("cpu", (size,))
@@ -181,7 +179,6 @@ def main(out: Path) -> None:
     results["tensor parallel"] = distance(separate, gradients(parallel, batch(), found.penalty))
     if rank == 0:
         out.write_text(json.dumps(results))
-    distributed.destroy_process_group()
 
 
 def _on_shards(layer: Attention) -> nn.Sequential:
@@ -191,7 +188,3 @@ def _on_shards(layer: Attention) -> nn.Sequential:
         weight = getattr(layer, name).weight.to_local().detach().clone()
         getattr(copy, name).weight = nn.Parameter(weight)
     return nn.Sequential(copy)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

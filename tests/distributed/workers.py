@@ -1,0 +1,14 @@
+"""Run by torchrun on two gloo processes, once for the tests of the penalty and of the probe."""
+
+import sys
+from pathlib import Path
+
+import probe_worker
+import worker
+from torch import distributed
+
+if __name__ == "__main__":
+    distributed.init_process_group("gloo")
+    worker.main(Path(sys.argv[1]) / "penalty.json")
+    probe_worker.main(Path(sys.argv[1]) / "probe.json")
+    distributed.destroy_process_group()
