@@ -18,7 +18,7 @@ from locater import LocaterError
 from locater.adapters.checkpoint import open_checkpoint
 from locater.adapters.gguf_file import GgufFile
 from locater.adapters.safetensors_file import SafetensorsFile
-from locater.adapters.sources import Tick, truncated, unheard
+from locater.adapters.sources import truncated
 
 WEIGHT = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
 FEWER = settings(max_examples=300, suppress_health_check=list(HealthCheck))
@@ -185,14 +185,13 @@ class BytesInMemory:
         self.bytes_read = 0
         self._data = data
 
-    def read_into(self, start: int, buffer: memoryview, tick: Tick = unheard) -> None:
+    def read_into(self, start: int, buffer: memoryview) -> None:
         """Fill the buffer with the bytes from `start` on, or raise."""
         found = self._data[start : start + len(buffer)]
         if len(found) < len(buffer):
             raise truncated(self.name, self.size, start + len(buffer))
         buffer[:] = found
         self.bytes_read += len(found)
-        tick(len(found))
 
     def close(self) -> None:
         """Nothing to let go of."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -37,18 +37,14 @@ from locater.adapters.remote import WebFolder
 from locater.adapters.safetensors_file import SafetensorsFile
 from locater.adapters.sources import (
     Tensors,
-    Tick,
     json_object,
     read_bytes,
     refuse_pointer,
     status,
-    unheard,
 )
 from locater.errors import LocaterError
 
 Format = Literal["safetensors", "pytorch", "gguf", "lora"]
-Report = Callable[[int, int], None]
-"""Told, while tensors are read, how many of their bytes have come and how many there are."""
 
 NO_CONFIG = (
     "no config.json: the family and its settings are told by tensor names alone, "
@@ -75,14 +71,12 @@ class Checkpoint:
         *,
         config: Mapping[str, Any],
         caveats: Iterable[str] = (),
-        report: Report | None = None,
     ) -> None:
         self.name = name
         self.format: Format = format
         self.config = config
         self.caveats = tuple(dict.fromkeys(caveats))
         self.tensors = tensors
-        self._report = report
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -103,17 +97,7 @@ class Checkpoint:
                     f"{self.name} holds no tensor {name!r}.",
                     hint=f"it holds {', '.join(list(self.shapes)[:6])}, …",
                 )
-        if self._report is None:
-            return self.tensors.read(wanted)
-        report, done = self._report, 0
-        total = sum(self.tensors.stored_bytes(name) for name in wanted)
-
-        def tick(count: int) -> None:
-            nonlocal done
-            done += count
-            report(done, total)
-
-        return self.tensors.read(wanted, tick)
+        return self.tensors.read(wanted)
 
     def close(self) -> None:
         """Let go of files and connections."""
@@ -131,7 +115,6 @@ def open_checkpoint(
     *,
     base: str | Path | None = None,
     config: Mapping[str, Any] | None = None,
-    report: Report | None = None,
 ) -> Checkpoint:
     """Open a folder, a file, an HTTP(S) URL or a hub id (`org/name`, `org/name@revision`).
 
@@ -141,8 +124,8 @@ def open_checkpoint(
     place, choice = _find(source)
     given = config or {}
     if ADAPTER_CONFIG in place.names() and choice.files[:1] and _is_adapter(choice.files[0]):
-        return _adapted(str(source), place, choice, base, given, report)
-    found = _opened(str(source), place, choice, given, report)
+        return _adapted(str(source), place, choice, base, given)
+    found = _opened(str(source), place, choice, given)
     if base is not None:
         found.caveats += (f"a base was given and not used: {source} is not an adapter",)
     return found
@@ -189,7 +172,6 @@ def _adapted(
     choice: Choice,
     base: str | Path | None,
     given: Mapping[str, Any],
-    report: Report | None,
 ) -> Checkpoint:
     """Open an adapter and what it stands on."""
     settings = json_object(document(place, ADAPTER_CONFIG), f"{place.name}/{ADAPTER_CONFIG}")
@@ -203,7 +185,7 @@ def _adapted(
         below, files = _find(stands_on)
         if files.files[:1] and _is_adapter(files.files[0]):
             raise LocaterError(f"{stands_on} is an adapter itself.")
-        under = _opened(str(stands_on), below, files, given, None)
+        under = _opened(str(stands_on), below, files, given)
     except LocaterError as error:
         raise LocaterError(
             f"the base of the adapter {name} cannot be opened: {error.message}",
@@ -216,12 +198,10 @@ def _adapted(
         merged = LoraTensors(under.tensors, adapter, settings, name=name)
         stack.pop_all()  # all is well: they stay open
     caveats = (*place.caveats, *under.caveats, *merged.caveats)
-    return Checkpoint(name, "lora", merged, config=under.config, caveats=caveats, report=report)
+    return Checkpoint(name, "lora", merged, config=under.config, caveats=caveats)
 
 
-def _opened(
-    name: str, place: Place, choice: Choice, given: Mapping[str, Any], report: Report | None
-) -> Checkpoint:
+def _opened(name: str, place: Place, choice: Choice, given: Mapping[str, Any]) -> Checkpoint:
     """Open the chosen files of a place."""
     caveats = list(place.caveats)
     format, tensors = _tensors(place, choice)
@@ -237,7 +217,7 @@ def _opened(
     except BaseException:
         tensors.close()
         raise
-    return Checkpoint(name, format, tensors, config=config, caveats=caveats, report=report)
+    return Checkpoint(name, format, tensors, config=config, caveats=caveats)
 
 
 def _stored_config(place: Place) -> dict[str, Any]:
@@ -351,16 +331,12 @@ class ShardedTensors:
         """How many bytes were read so far."""
         return sum(file.bytes_read for file in self._files.values())
 
-    def stored_bytes(self, name: str) -> int:
-        """How many bytes a tensor takes to read."""
-        return self._files[self._homes[name]].stored_bytes(name)
-
-    def read(self, names: Sequence[str], tick: Tick = unheard) -> dict[str, Tensor]:
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Read these tensors, each from its own file."""
         found: dict[str, Tensor] = {}
         for shard, file in self._files.items():
             here = [name for name in names if self._homes[name] == shard]
-            found |= file.read(here, tick) if here else {}
+            found |= file.read(here) if here else {}
         return found
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from locater.adapters.sources import ByteSource, Tick, read_bytes, truncated, unheard
+from locater.adapters.sources import ByteSource, read_bytes, truncated
 from locater.errors import LocaterError, MissingExtraError
 
 MAGIC = b"GGUF"
@@ -85,20 +85,16 @@ class GgufFile:
         """How many bytes were read so far, the header's among them."""
         return self._source.bytes_read
 
-    def stored_bytes(self, name: str) -> int:
-        """How many bytes a tensor takes in the file."""
-        return self.entries[name].stop - self.entries[name].start
-
-    def read(self, names: Sequence[str], tick: Tick = unheard) -> dict[str, Tensor]:
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Read these tensors and dequantize them to float32."""
         ordered = sorted(names, key=lambda name: self.entries[name].start)
-        return {name: self._tensor(name, tick) for name in ordered}
+        return {name: self._tensor(name) for name in ordered}
 
-    def _tensor(self, name: str, tick: Tick) -> Tensor:
+    def _tensor(self, name: str) -> Tensor:
         entry = self.entries[name]
         raw = torch.empty(entry.stop - entry.start, dtype=torch.uint8).numpy()
         if len(raw):
-            self._source.read_into(entry.start, raw.data, tick)
+            self._source.read_into(entry.start, raw.data)
         kind = self._gguf.GGMLQuantizationType(entry.kind)
         rows = raw.reshape(math.prod(entry.shape[:-1]), -1) if len(raw) else raw
         try:

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater.adapters.names import plain_name
-from locater.adapters.sources import Tensors, Tick, unheard
+from locater.adapters.sources import Tensors
 from locater.errors import LocaterError
 
 _PART = re.compile(
@@ -140,11 +140,6 @@ class LoraTensors:
         beside = self._adapter is self._base
         return self._base.bytes_read + (0 if beside else self._adapter.bytes_read)
 
-    def stored_bytes(self, name: str) -> int:
-        """How many bytes a tensor and what changes it take to read."""
-        own = self._base.stored_bytes(name)
-        return own + sum(self._adapter.stored_bytes(part) for part in self._needed(name))
-
     def _needed(self, name: str) -> list[str]:
         """The adapter's tensors that one of the base's needs."""
         change, shift = self._changes.get(name), self._shifts.get(name)
@@ -166,10 +161,10 @@ class LoraTensors:
                 )
             self._shifts[target] = change
 
-    def read(self, names: Sequence[str], tick: Tick = unheard) -> dict[str, Tensor]:
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Read these tensors, merged with the adapter's."""
-        found = self._base.read(names, tick)
-        added = self._adapter.read([part for name in names for part in self._needed(name)], tick)
+        found = self._base.read(names)
+        added = self._adapter.read([part for name in names for part in self._needed(name)])
         for name in names:
             if name in self._replaced:
                 found[name] = added[self._replaced[name]]

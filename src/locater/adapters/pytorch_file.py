@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from locater.adapters.sources import Tick, unheard
 from locater.errors import LocaterError
 
 ZIP = b"PK\x03\x04"
@@ -75,11 +74,7 @@ class PytorchFile:
             hint="download or copy it again.",
         )
 
-    def stored_bytes(self, name: str) -> int:
-        """How many bytes a tensor has."""
-        return self._sizes[name]
-
-    def read(self, names: Sequence[str], tick: Tick = unheard) -> dict[str, Tensor]:
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Copy these tensors out of the file."""
         state = self._state
         if state is None:
@@ -91,7 +86,6 @@ class PytorchFile:
         for name in names:
             found[name] = state[name].detach().clone(memory_format=torch.contiguous_format)
             self.bytes_read += self._sizes[name]
-            tick(self._sizes[name])
         return found
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit, urlunsplit
 from urllib.request import HTTPRedirectHandler, OpenerDirector, Request, build_opener
 
 from locater.adapters.places import ADAPTER_CONFIG, CONFIGS, PREFERRED
-from locater.adapters.sources import CHUNK, ByteSource, Tick, unheard
+from locater.adapters.sources import CHUNK, ByteSource
 from locater.errors import LocaterError
 
 HEAD = 64  # bytes that the first request asks for
@@ -82,12 +82,11 @@ class RemoteFile:
             self.size = len(self._whole)
             self.bytes_read += self.size
 
-    def read_into(self, start: int, buffer: memoryview, tick: Tick = unheard) -> None:
+    def read_into(self, start: int, buffer: memoryview) -> None:
         """Fill the buffer with the bytes from `start` on, or raise."""
         here = self._head if self._whole is None else self._whole
         done = len(here[start : start + len(buffer)])
         buffer[:done] = here[start : start + done]
-        tick(done)
         failures = 0
         while done < len(buffer):
             before = done
@@ -97,7 +96,6 @@ class RemoteFile:
                         arrived = _part(response, buffer[done : done + CHUNK])
                         done += arrived
                         self.bytes_read += arrived
-                        tick(arrived)
             except _BrokenError as broken:
                 failures = 0 if done - before >= CHUNK else failures + 1
                 broken.wait(failures, self.name)

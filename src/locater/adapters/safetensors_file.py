@@ -17,11 +17,9 @@ from torch import Tensor
 
 from locater.adapters.sources import (
     ByteSource,
-    Tick,
     read_bytes,
     refuse_pointer,
     truncated,
-    unheard,
 )
 from locater.errors import LocaterError
 
@@ -97,16 +95,12 @@ class SafetensorsFile:
         """How many bytes were read so far, the header's among them."""
         return self._source.bytes_read
 
-    def stored_bytes(self, name: str) -> int:
-        """How many bytes a tensor takes in the file."""
-        return self.entries[name].stop - self.entries[name].start
-
-    def read(self, names: Sequence[str], tick: Tick = unheard) -> dict[str, Tensor]:
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Read these tensors as they are stored, in the order in which they lie in the file."""
         ordered = sorted(names, key=lambda name: self.entries[name].start)
-        return {name: self._tensor(name, tick) for name in ordered}
+        return {name: self._tensor(name) for name in ordered}
 
-    def _tensor(self, name: str, tick: Tick) -> Tensor:
+    def _tensor(self, name: str) -> Tensor:
         entry = self.entries[name]
         dtype = getattr(torch, _TORCH_NAMES.get(entry.dtype, ""), None)
         if dtype is None:
@@ -117,7 +111,7 @@ class SafetensorsFile:
         raw = torch.empty(entry.stop - entry.start, dtype=torch.uint8)
         if len(raw):
             view = raw.numpy().data
-            self._source.read_into(self._data + entry.start, view, tick)
+            self._source.read_into(self._data + entry.start, view)
         return raw.view(dtype).reshape(entry.shape)
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -13,15 +13,8 @@ from torch import Tensor
 
 from locater.errors import LocaterError
 
-Tick = Callable[[int], None]
-"""Told how many more bytes have arrived."""
-
 CHUNK = 1 << 23
 _POINTER = b"version https://git-lfs.github.com/spec"
-
-
-def unheard(count: int) -> None:
-    """A `Tick` for nobody."""
 
 
 @runtime_checkable
@@ -32,7 +25,7 @@ class ByteSource(Protocol):
     size: int
     bytes_read: int
 
-    def read_into(self, start: int, buffer: memoryview, tick: Tick = unheard) -> None:
+    def read_into(self, start: int, buffer: memoryview) -> None:
         """Fill the buffer with the bytes from `start` on, or raise."""
 
     def close(self) -> None:
@@ -51,10 +44,7 @@ class Tensors(Protocol):
     def bytes_read(self) -> int:
         """How many bytes were read so far."""
 
-    def stored_bytes(self, name: str) -> int:
-        """How many bytes a tensor takes to read."""
-
-    def read(self, names: Sequence[str], tick: Tick = unheard) -> dict[str, Tensor]:
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Read these tensors and no others."""
 
     def close(self) -> None:
@@ -76,7 +66,7 @@ class LocalFile:
         self.size = status(path).st_size
         self.bytes_read = 0
 
-    def read_into(self, start: int, buffer: memoryview, tick: Tick = unheard) -> None:
+    def read_into(self, start: int, buffer: memoryview) -> None:
         """Fill the buffer with the bytes from `start` on, or raise."""
         done = 0
         try:
@@ -87,7 +77,6 @@ class LocalFile:
                     raise truncated(self.name, start + done, start + len(buffer))
                 done += count
                 self.bytes_read += count
-                tick(count)
         except (OSError, ValueError) as error:  # ValueError: the file was closed
             raise unreadable(self.name, error) from error
 
