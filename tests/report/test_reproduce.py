@@ -5,12 +5,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+from tests.lab.test_sweep import in_this_process
 
 from locater.errors import ConfigError
-from locater.report import parts
+from locater.lab.presets import Sweep, sweep_named
+from locater.lab.sweep import run_sweep
+from locater.report import lab_parts, parts
 from locater.report.page import Section
 from locater.report.parts import PARTS, Context, Part, Result
 from locater.report.reproduce import ReproduceConfig, reproduce
@@ -44,9 +48,24 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     PARTS.update(kept)
 
 
+def small_sweep(name: str) -> Sweep:
+    """The sweep of that name with models and texts of seconds."""
+    sweep = sweep_named(name)
+    sizes = {"dim": 8, "tokens": 16, "batch": 64, "steps": 10, "vocabulary_size": 100}
+    settings = tuple(
+        replace(one, config=replace(one.config, measure_every=5, predict_every=2, **sizes))
+        for one in sweep.settings
+    )
+    return replace(sweep, settings=settings, seeds=1)
+
+
 def test_reproduce_writes_the_page_with_all_figures_and_errata(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(lab_parts, "sweep_named", small_sweep)
+    monkeypatch.setattr(lab_parts, "run_sweep", partial(run_sweep, workers=1))
+    monkeypatch.setattr(lab_parts, "_BLOCKS", {"quick": 100})
+    in_this_process(monkeypatch)
     small = {
         name: replace(panel, draws=2, sequences=20, model=8, tokens=6)
         for name, panel in preset("fig5").items()
@@ -55,11 +74,14 @@ def test_reproduce_writes_the_page_with_all_figures_and_errata(
     said: list[str] = []
     page = reproduce(ReproduceConfig(out=tmp_path), report=said.append)
     html = page.read_text()
-    assert [re.split(r"[ ,]", line)[1] for line in said if line.startswith("[")] == list(PARTS)
-    charts = ["explorer", "fig1", "fig2", "fig3", "fig4", "fig5", "fig5-beyond"]
+    made = [re.split(r"[ ,]", line)[1] for line in said if line.startswith("[")]
+    assert made == [name for name, part in PARTS.items() if "quick" in part.scales]
+    figures = ["explorer", "fig1", "fig2", "fig3", "fig4", "fig5", "fig5-beyond", "fig6", "fig7"]
+    audit = ["summary", "heads", "head", "table", "basis"]
     sections = re.findall(r'<section id="([^"]+)"', html)
-    assert sections == ["verdicts", *charts, "errata", "settings"]
-    assert html.count('data-chart="') == len(charts)
+    assert sections == ["verdicts", "headline", *figures, *audit, "reality", "errata", "settings"]
+    charts = ["headline", *figures, "reality"]
+    assert html.count('data-chart="') == len(charts) + 3  # a head's eigenvalues, singular values, ρ
     assert len(html) < 5_000_000
     exports = {path.name for path in (tmp_path / "figures").iterdir()}
     assert exports == {f"{key}.{suffix}" for key in charts for suffix in ("svg", "png", "pdf")}
