@@ -15,7 +15,7 @@ from locater.lab.run import Run
 from locater.lab.settings import TrainConfig
 from locater.lab.train import train
 
-pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("distributed")]
+pytestmark = pytest.mark.distributed
 FLOAT32 = 1e-4  # six steps of Adam on sums in another order
 CONFIG = replace(
     preset_named("tiny"), corpus="lines.txt", vocabulary_size=None, steps=6, measure_every=3,

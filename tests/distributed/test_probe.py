@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("distributed")]
+pytestmark = pytest.mark.distributed
 FLOAT32 = 2e-5  # logits of size one from sums of a few dozen float32 numbers, in another order
 CASES = [f"{kind} {name}" for kind in ("ddp", "fsdp") for name in ("separate", "fused")]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("distributed")]
+pytestmark = pytest.mark.distributed
 FLOAT32 = 2e-5  # sums of a few thousand float32 numbers, in another order
 CASES = [
     *(f"ddp {name}{how}" for name in ("separate", "fused") for how in ("", ", add_gradients")),
