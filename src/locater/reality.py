@@ -42,10 +42,6 @@ class RealityConfig:
     """Use no more than this many of them; attention is measured on the same blocks as without."""
     draws: int = 1000
     """Rows of logits drawn for a predicted entropy."""
-    kernel_blocks: int = 64
-    """Blocks that alternating least squares start on; two rounds on all of them follow."""
-    rounds: int = 6
-    """Of alternating least squares; 6 leave ρ within 0.0002 of the optimum's."""
     exact: bool = True
     """Also invert the exact law of the score, which takes most of the time."""
     batch: int = 16
@@ -54,11 +50,10 @@ class RealityConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 < self.estimate < 1 or self.draws < 2 or min(self.rounds, self.batch) < 1:
+        if not 0 < self.estimate < 1 or self.draws < 2 or self.batch < 1:
             raise ConfigError(
-                f"estimate={self.estimate}, draws={self.draws}, rounds={self.rounds}, "
-                f"batch={self.batch} make no sense.",
-                hint="estimate lies between 0 and 1; draws is 2 or more, the others 1 or more.",
+                f"estimate={self.estimate}, draws={self.draws}, batch={self.batch} make no sense.",
+                hint="estimate lies between 0 and 1; draws is 2 or more, batch 1 or more.",
             )
         if self.estimate_blocks is not None and self.estimate_blocks < 8:
             raise ConfigError(
@@ -130,7 +125,7 @@ def layer_against_theory(samples: AttentionSamples, config: RealityConfig) -> La
     used, tokens = inputs.shape[:2]
     generator = torch.Generator().manual_seed(config.seed)
     form = samples.attention.form(distances=tokens).to(torch.float64, torch.device("cpu"))
-    process = fit_process(inputs, kernel_blocks=config.kernel_blocks, rounds=config.rounds)
+    process = TokenProcess.from_samples(inputs, fit="traces")
     heads = SampledHeads.of(form, inputs)
     own, held_out = samples.logits[:used].double(), samples.logits[used:].double()
     predictions = {
@@ -148,38 +143,6 @@ def layer_against_theory(samples: AttentionSamples, config: RealityConfig) -> La
         features=_features(heads, inputs, generator),
         caveats=layout.caveats,
     )
-
-
-def fit_process(
-    inputs: Float[Tensor, "blocks tokens model"], *, kernel_blocks: int, rounds: int
-) -> TokenProcess:
-    """Means, K and Σ of the inputs, at a fraction of the cost of alternating on all of them.
-
-    Least squares alternate on a part of the blocks, evenly spread, until they settle; two rounds
-    more on all blocks, in their own precision, take off what the part's noise left.
-    """
-    stride = max(1, len(inputs) // max(kernel_blocks, 8))
-    process = TokenProcess.from_samples(inputs[::stride], rounds=rounds)
-    if stride == 1:
-        return process
-    freedom, tokens = len(inputs) - 1, inputs.shape[1]
-    mean = inputs.double().mean(0)
-    spread = (inputs - mean.to(inputs)).transpose(0, 1).flatten(1).contiguous()
-    flat, kernel = spread.view(-1, inputs.shape[-1]), process.kernel.to(spread)
-    for last in (False, True):
-        mixed = (kernel @ spread).view_as(flat)
-        sigma = mixed.mT @ flat / (freedom * kernel.square().sum())
-        sigma = (sigma + sigma.mT) / 2
-        if not last:
-            kernel = (flat @ sigma).view(tokens, -1) @ spread.mT
-            kernel = (kernel + kernel.mT) * (tokens / (2 * kernel.trace()))
-    return replace(process, kernel=_positive(kernel), covariance=_positive(sigma), mean=mean)
-
-
-def _positive(matrix: Float[Tensor, "size size"]) -> Float[Tensor, "size size"]:
-    """In float64, without the eigenvalues of about −1e-7 of the largest that float32 leaves."""
-    values, vectors = torch.linalg.eigh(matrix.double())
-    return (vectors * values.clamp_min(0)) @ vectors.mT
 
 
 def measured_processes(
@@ -203,13 +166,13 @@ def measured_processes(
         )
     size = 4 * len(blocks) * blocks.shape[1] * max(one.layout.model for one in found)
     some = max(1, memory // size)
-    config, processes = RealityConfig(), dict[str, TokenProcess]()
+    processes: dict[str, TokenProcess] = {}
     for start in range(0, len(found), some):
         samples = collect(model, found[start : start + some], blocks, keep=len(blocks), batch=8)
         with one_thread():
             for one in samples:
-                processes[one.attention.layout.name] = fit_process(
-                    one.inputs, kernel_blocks=config.kernel_blocks, rounds=config.rounds
+                processes[one.attention.layout.name] = TokenProcess.from_samples(
+                    one.inputs, fit="traces"
                 )
                 report(len(processes), len(found))
     return processes
@@ -270,6 +233,7 @@ def _predictions(
         yield "exact", lambda: _exact(form, process, config, generator)
     yield "full_gaussian", lambda: _full(heads, config, None, exact=False)
     yield "full", lambda: _full(heads, config, generator, exact=config.exact)
+    yield "given_query", lambda: _given_query(heads, config, generator)
 
 
 def _timed(make: Make) -> Prediction:
@@ -321,6 +285,18 @@ def _full(
     attention = torch.softmax(heads.sample_logits(config.draws, generator), -1)
     entropy = attention_entropy(attention).mean(0)
     return replace(prediction, entropy=entropy, attention=attention.mean(0))
+
+
+def _given_query(
+    heads: SampledHeads, config: RealityConfig, generator: torch.Generator
+) -> Prediction:
+    """With queries as they were sampled, and keys that are Gaussian given the query."""
+    theta = torch.arange(1, heads.tokens + 1, dtype=torch.float64) / heads.tokens
+    profile = Profile(theta=theta, rho=heads.rho_given_query(), label="given the query")
+    logits = heads.sample_logits(config.draws, generator, given_query=True)
+    attention = torch.softmax(logits, -1)
+    entropy = attention_entropy(attention).mean(0)
+    return Prediction(profile, entropy=entropy, attention=attention.mean(0))
 
 
 def _logit_gap(

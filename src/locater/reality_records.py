@@ -23,6 +23,7 @@ COLUMNS = {
     "exact": "… exact law",
     "full_gaussian": "full moments, Gaussian",
     "full": "full moments, exact law",
+    "given_query": "full moments, given the query",
 }
 """What each prediction knows, from the paper's formula to full moments."""
 

@@ -5,10 +5,10 @@ from statistics import NormalDist
 import pytest
 import torch
 
-from locater import InputError, QKForm, Rotary, TokenProcess
+from locater import InputError, QKForm, Rotary, TokenProcess, propagation
 from locater.core.full_moments import SampledHeads
 from locater.core.score import HeadMoments
-from locater.core.softmax import linearized_softmax
+from locater.core.softmax import linearized_softmax, propagates
 
 
 def example_form(seed: int, *, head: int = 4, model: int = 6) -> QKForm:
@@ -79,6 +79,39 @@ def test_many_samples_of_a_kronecker_process_have_its_moments(seed: int) -> None
     assert ((ours_variance - variance).abs() < limit * spread).all()
     plain, _ = SampledHeads.of(replace(form, rotary=None), tokens).score().moments()
     assert ((plain - mean).abs() > limit * (variance / count).sqrt()).any()
+
+
+@pytest.mark.statistical
+def test_given_gaussian_queries_the_law_is_the_exact_one(seed: int) -> None:
+    form, process = example_form(0), example_process(1)
+    count = 20_000
+    tokens = process.sample(count, generator=torch.Generator().manual_seed(seed))
+    heads = SampledHeads.of(form, tokens)
+    exact = propagation(form, process).rho
+    # averaging a probability over as many queries is at least as sure as counting
+    error = (exact * (1 - exact) / count).sqrt()
+    limit = NormalDist().inv_cdf(1 - 1e-6 / (2 * exact.numel()))
+    assert ((heads.rho_given_query() - exact).abs() < limit * error).all()
+    gaussian = propagation(form, process, method="gaussian").rho
+    assert ((gaussian - exact).abs() > limit * error).any()  # the test can tell laws apart
+
+
+@pytest.mark.statistical
+def test_queries_of_another_law_are_taken_as_they_are(seed: int) -> None:
+    """Half of the queries are silent: no Gaussian has the two levels of ρ that follow."""
+    generator = torch.Generator().manual_seed(seed)
+    keys = torch.randn(1, 4000, 4, 3, generator=generator, dtype=torch.float64)
+    loud = torch.zeros(1, 4000, 3, dtype=torch.float64)
+    loud[:, ::2] = 30.0
+    heads = SampledHeads(loud, keys, 1.0)
+    measured = propagates(heads.logits()).double().mean(0)
+    error = (measured * (1 - measured) / 4000).sqrt()
+    limit = NormalDist().inv_cdf(1 - 1e-6 / 8)
+    assert ((heads.rho_given_query() - measured).abs() < limit * error).all()
+    assert ((heads.score().law().between(0.0, 1.0) - measured).abs() > limit * error).any()
+    drawn = heads.sample_logits(4000, generator, given_query=True)
+    share = (drawn.abs().amax(-1) == 0).double().mean().item()
+    assert share == pytest.approx(0.5, abs=limit * math.sqrt(0.25 / 4000))
 
 
 @pytest.mark.statistical

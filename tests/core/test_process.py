@@ -397,3 +397,32 @@ def test_processes_that_cannot_be_are_refused(
 
 def test_the_correlation_of_neighbors_keeps_all_its_digits() -> None:
     assert TokenProcess.autoregressive(3, 0.9).kernel[0].tolist() == [1.0, 0.9, 0.9**2]
+
+
+def test_traces_keep_every_position_s_variance_and_the_average_covariance() -> None:
+    generator = torch.Generator().manual_seed(0)
+    scale = torch.randn(4, 3, generator=generator, dtype=torch.float64).exp()
+    samples = torch.randn(50, 4, 3, generator=generator, dtype=torch.float64) * scale
+    fitted = TokenProcess.from_samples(samples, fit="traces")
+    assert fitted.covariance is not None
+    spread = samples - samples.mean(0)
+    average = torch.einsum("ntm,ntk->mk", spread, spread) / (49 * 4)
+    torch.testing.assert_close(fitted.covariance, average)
+    torch.testing.assert_close(
+        fitted.kernel.diagonal() * average.trace(), spread.square().sum((0, 2)) / 49
+    )
+    nearest = TokenProcess.from_samples(samples)
+    assert nearest.explained is not None and fitted.explained is not None
+    assert fitted.explained < nearest.explained  # which is what least squares are for
+
+
+def test_traces_find_a_kronecker_covariance_exactly() -> None:
+    generator = torch.Generator().manual_seed(1)
+    kernel, sigma = draw_covariance(4, generator), draw_covariance(3, generator)
+    fitted = TokenProcess.from_samples(
+        columns_of(kronecker(kernel, sigma), 4), centered=False, fit="traces"
+    )
+    assert fitted.covariance is not None
+    torch.testing.assert_close(
+        kronecker(fitted.kernel, fitted.covariance), kronecker(kernel, sigma)
+    )

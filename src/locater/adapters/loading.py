@@ -35,8 +35,9 @@ def load_model(source: str | Path) -> tuple[nn.Module, Any]:
     elif not path.exists() and (path.is_absolute() or name.startswith(".") or name.count("/") > 1):
         raise InputError(f"there is no {path}.", hint="give a folder, a GGUF file or a hub id.")
     talk: Any = transformers.utils.logging
-    was_verbose = talk.is_progress_bar_enabled()
+    was_verbose, level = talk.is_progress_bar_enabled(), talk.get_verbosity()
     talk.disable_progress_bar()
+    talk.set_verbosity_error()  # a head without weights, or weights without a head, is no news here
     try:
         model = transformers.AutoModel.from_pretrained(name, dtype=torch.float32, **options)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
@@ -48,6 +49,7 @@ def load_model(source: str | Path) -> tuple[nn.Module, Any]:
             "id with network access.",
         ) from error
     finally:
+        talk.set_verbosity(level)
         if was_verbose:
             talk.enable_progress_bar()
     if hasattr(model.config, "use_cache"):

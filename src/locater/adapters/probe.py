@@ -34,7 +34,7 @@ from locater.adapters.probe_records import (
 from locater.adapters.recipes import RECIPES
 from locater.adapters.resolve import Recipe
 from locater.core.logit_rows import Asking, Logits
-from locater.core.process import TokenProcess
+from locater.core.process import Fit, TokenProcess
 from locater.core.streaming import tally
 from locater.errors import ConfigError, InputError, LocaterError
 
@@ -183,10 +183,13 @@ class Probe:
         longest = max(by_length.values(), key=lambda batches: sum(one.numel() for one in batches))
         return torch.cat(longest)
 
-    def process(self, attention: int | str, *, centered: bool = True) -> TokenProcess:
+    def process(
+        self, attention: int | str, *, centered: bool = True, fit: Fit = "least_squares"
+    ) -> TokenProcess:
         """Means, kernel and covariance of the tokens that enter an attention, by layer or name.
 
-        Its `explained` says how much of their covariance K ⊗ Σ accounts for.
+        Its `explained` says how much of their covariance K ⊗ Σ accounts for; `fit` chooses between
+        the nearest product and matched traces, which predict deep layers better.
         """
         seen = self._one(attention)
         if seen.place.kind == "cross":
@@ -194,7 +197,7 @@ class Probe:
                 f"{seen.place.name} is cross-attention: queries and keys see other tokens.",
                 hint="take the process of a self-attention.",
             )
-        return TokenProcess.from_samples(self.inputs(attention), centered=centered)
+        return TokenProcess.from_samples(self.inputs(attention), centered=centered, fit=fit)
 
     def metrics(self) -> dict[str, float]:
         """Averages over the heads of each layer, under `locater/layer_{i}/…`, for any logger."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from locater.core.score import Score
 from locater.core.spectrum import QKForm
+from locater.core.theory import normal_between
 from locater.errors import InputError
 
 
@@ -95,30 +96,64 @@ class SampledHeads:
             self.temperature,
         )
 
+    def rho_given_query(self) -> Float[Tensor, "*heads tokens"]:
+        """ρ_i averaged over the sampled queries, for keys that are Gaussian given the query.
+
+        Nothing is assumed of the queries' own law, which is where many real heads are furthest from
+        Gaussian.
+        """
+        score, stack = self.score(), self.query.shape[:-2]
+        assert score.key_mean is not None
+        rows = []
+        for head, query in enumerate(self.query.reshape(-1, *self.query.shape[-2:])):
+            base, key_mean, key, cross, spread = (
+                part.reshape(-1, *part.shape[len(stack) :])[head]
+                for part in (
+                    score.base,
+                    score.key_mean,
+                    score.key_covariance,
+                    score.cross_covariance,
+                    score.query_covariance,
+                )
+            )
+            slope = cross @ torch.linalg.pinv(spread, hermitian=True)
+            known = key_mean[:, None] + (query - query.mean(0)) @ slope.mT
+            mean = base[:, None] + (known * query).sum(-1) / self.temperature
+            free = ((query @ (key - slope @ cross.mT)) * query).sum(-1).clamp_min(0)
+            rows.append(normal_between(mean, free.sqrt() / self.temperature).mean(-1))
+        return torch.stack(rows).view(*stack, self.tokens)
+
     def sample_logits(
-        self, draws: int, generator: torch.Generator
+        self, draws: int, generator: torch.Generator, *, given_query: bool = False
     ) -> Float[Tensor, "draws *heads tokens"]:
         """Draw rows of logits as if queries and keys were Gaussian with the sampled moments.
 
         A Gaussian mixture of the centered sequences has exactly their covariance, so nothing of
-        size (tokens · head)² is factored.
+        size (tokens · head)² is factored.  With `given_query` the queries are the sampled ones, and
+        only what they leave open of the keys is mixed.
         """
         shape = (draws, self.samples)
         device, wide = self.key.device, torch.float64
         mixture = torch.randn(shape, generator=generator, dtype=wide, device=device)
         mixture = mixture / (self.samples - 1) ** 0.5
-        heads = self.query.shape[:-2]
+        picks = torch.randint(self.samples, (draws,), generator=generator, device=device)
         rows = []
         for query, key in zip(
             self.query.reshape(-1, *self.query.shape[-2:]),
             self.key.reshape(-1, *self.key.shape[-3:]),
             strict=True,
         ):
-            ask = query.mean(0) + mixture @ (query - query.mean(0))
-            spread = (key - key.mean(0)).flatten(1)
-            drawn = key.mean(0) + (mixture @ spread).unflatten(-1, key.shape[1:])
-            rows.append((drawn @ ask[..., None])[..., 0] / self.temperature)
-        logits = torch.stack(rows, 1).view(draws, *heads, self.tokens)
+            own, spread = query - query.mean(0), (key - key.mean(0)).flatten(1)
+            if given_query:
+                slope = torch.linalg.pinv(own.mT @ own, hermitian=True) @ (own.mT @ spread)
+                ask = query[picks]
+                drawn = own[picks] @ slope + mixture @ (spread - own @ slope)
+            else:
+                ask = query.mean(0) + mixture @ own
+                drawn = mixture @ spread
+            keys = key.mean(0) + drawn.unflatten(-1, key.shape[1:])
+            rows.append((keys @ ask[..., None])[..., 0] / self.temperature)
+        logits = torch.stack(rows, 1).view(draws, *self.query.shape[:-2], self.tokens)
         return logits if self.shift is None else logits + self.shift
 
 

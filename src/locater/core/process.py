@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from locater.core.spectrum import covariance_root
 from locater.errors import ConfigError, InputError
+
+Fit = Literal["least_squares", "traces"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,13 +114,16 @@ class TokenProcess:
         *,
         covariance: Float[Tensor, "model model"] | None = None,
         centered: bool = True,
+        fit: Fit = "least_squares",
         rounds: int = 20,
     ) -> TokenProcess:
-        """Fit means, kernel and covariance to sequences, by alternating least squares.
+        """Fit means, kernel and covariance to sequences.
 
-        K ⊗ Σ is the nearest Kronecker product to the samples' covariance, which is never formed;
-        the kernel's trace is `tokens`, so Σ is the covariance of an average token.  A given
-        `covariance` is kept, and `centered=False` takes the means to be zero.
+        `least_squares` makes K ⊗ Σ the nearest Kronecker product to the samples' covariance, which
+        is never formed, by alternating; large dimensions decide.  `traces` matches moments instead:
+        Σ is the covariance of an average token and K[s, t] = E⟨y_s, y_t⟩/tr Σ, so every position
+        keeps its variance also where the covariance is no Kronecker product.  The kernel's trace is
+        `tokens`.  A given `covariance` is kept, and `centered=False` takes the means to be zero.
 
         >>> walks = TokenProcess.random_walk(3).sample(
         ...     4000, model=8, generator=torch.Generator().manual_seed(0)
@@ -146,8 +152,10 @@ class TokenProcess:
         by_token = spread.transpose(0, 1).flatten(1).contiguous()
         flat = by_token.view(tokens * count, -1)
         sigma = flat.mT @ flat / (freedom * tokens) if covariance is None else covariance.double()
-        kernel = torch.eye(tokens, dtype=torch.float64, device=samples.device)
-        for _ in range(rounds):
+        if fit not in ("least_squares", "traces"):
+            raise ConfigError(f"unknown fit {fit!r}.", hint="use 'least_squares' or 'traces'.")
+        kernel = by_token @ by_token.mT / (freedom * sigma.trace())
+        for _ in range(rounds if fit == "least_squares" else 0):
             previous = kernel
             kernel = (flat @ sigma).view(tokens, -1) @ by_token.mT
             kernel = (kernel + kernel.mT) / (2 * freedom * sigma.square().sum())
