@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,8 +29,23 @@ class AttentionSamples:
 
 @dataclass(eq=False)
 class _Seen:
-    inputs: list[Tensor] = field(default_factory=list)
-    logits: list[Tensor] = field(default_factory=list)
+    """Filled in place: thousands of pieces between a model's own tensors would tear memory up."""
+
+    inputs: Tensor | None = None
+    logits: Tensor | None = None
+
+    def put(self, done: int, blocks: int, keep: int, tokens: Tensor, rows: Tensor) -> None:
+        """Store a batch that begins at block `done`."""
+        if self.logits is None or self.inputs is None:
+            self.logits = torch.empty(blocks, *rows.shape[1:], dtype=rows.dtype)
+            self.inputs = torch.empty(keep, *tokens.shape[1:])
+        if rows.shape[1:] != self.logits.shape[1:] or len(rows) != len(tokens):
+            raise InputError(
+                f"logits of {tuple(rows.shape)} follow logits of {tuple(self.logits.shape)}.",
+                hint="every block must run through each attention once, with all its tokens.",
+            )
+        self.logits[done : done + len(rows)] = rows
+        self.inputs[done : done + len(tokens)] = tokens[: max(keep - done, 0)]
 
 
 def collect(
@@ -65,10 +80,7 @@ def collect(
     def left(place: Place, tokens: Tensor, rows: list[Any]) -> None:
         if place.name not in seen:
             return
-        mine = seen[place.name]
-        mine.logits += rows
-        if done < keep:
-            mine.inputs.append(tokens[: keep - done].float().to("cpu", copy=True))
+        seen[place.name].put(done, len(blocks), keep, tokens.float().cpu(), torch.cat(rows))
 
     was_training = model.training
     model.eval()
@@ -85,15 +97,15 @@ def collect(
             report(done, len(blocks))
     finally:
         model.train(was_training)
-    missing = [name for name, one in seen.items() if not one.logits]
+    missing = [name for name, one in seen.items() if one.logits is None]
     if missing:
         raise LocaterError(
             f"{missing[0]} did nothing that could be seen.",
             hint="of transformers load attn_implementation='sdpa' or 'eager'.",
         )
-    samples = []
-    for one in attentions:
-        mine = seen.pop(one.layout.name, None)
-        if mine is not None:
-            samples.append(AttentionSamples(one, torch.cat(mine.inputs), torch.cat(mine.logits)))
-    return samples
+    return [
+        AttentionSamples(one, mine.inputs, mine.logits)
+        for one in attentions
+        if (mine := seen.get(one.layout.name)) and mine.inputs is not None
+        if mine.logits is not None
+    ]
