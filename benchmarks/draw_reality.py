@@ -87,7 +87,7 @@ def _layers(study: dict[str, Any]) -> None:
         best = "rotary" if "rotary" in columns else "means"
         cells += [
             f"{layer['rho_noise']:.3f}",
-            f"{layer[f'entropy_error_{best}']:.3f}, {layer['entropy_error_full']:.3f}",
+            ", ".join(f"{layer[f'entropy_error_{c}']:.3f}" for c in (best, "full", "given_query")),
             f"{layer['explained']:.2f}",
             f"{layer['token_kurtosis']:.2f}, {layer['logit_kurtosis']:.2f}",
         ]
@@ -98,12 +98,12 @@ def _worst(study: dict[str, Any]) -> None:
     import torch
 
     heads = study["heads"]
-    print(
-        "\n| layer | head | ρ error full | in sample | law | noise | kurtosis | first | entropy |"
-    )
-    print("|" + "---|" * 9)
-    for row in sorted(heads, key=lambda row: -row["rho_error_full"])[:10]:
-        keys = ("rho_error_full", "rho_error_in_sample_full", "law_error", "rho_noise")
+    names = "ρ error | given the query | in sample | law | noise | kurtosis | first | entropy"
+    print(f"\n| layer | head | {names} |")
+    print("|" + "---|" * 10)
+    for row in sorted(heads, key=lambda row: -row["rho_error_full"])[:8]:
+        keys = ("rho_error_full", "rho_error_given_query", "rho_error_in_sample_full")
+        keys = (*keys, "law_error", "rho_noise")
         cells = [f"{row[key]:.3f}" for key in keys]
         cells += [f"{row['logit_kurtosis']:.1f}", f"{row['sink_mass']:.2f}"]
         cells += [f"{row['entropy']:.2f}/{row['entropy_full']:.2f}"]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from locater.adapters.attention_samples import AttentionSamples, collect
 from locater.adapters.loading import load_model, read_text, text_blocks
@@ -24,7 +25,7 @@ from locater.engines import one_thread
 from locater.reality import RealityConfig, layer_against_theory
 from locater.reality_records import LayerReality, Reality, averages
 
-QUICK = ("means", "rotary", "full_gaussian", "full")
+QUICK = ("means", "rotary", "full_gaussian", "full", "given_query")
 
 
 def main() -> None:
@@ -39,6 +40,7 @@ def main() -> None:
     parser.add_argument("--length-blocks", type=int, default=400)
     parser.add_argument("--some", default=None, help="layers of the side studies, as a regex")
     parser.add_argument("--special", action="store_true")
+    parser.add_argument("--cache", type=Path, help="keep the model's samples here for another run")
     parser.add_argument("--out", type=Path, default=Path("results/reality"))
     given = parser.parse_args()
     model, tokenizer = load_model(given.model)
@@ -49,9 +51,8 @@ def main() -> None:
     split = len(blocks) // 2
     result: dict[str, Any] = {"model": given.name, "tokens": given.tokens}
     start = time.perf_counter()
-    samples = collect(
-        model, _attentions(model, None), torch.cat([blocks, foreign]), keep=split, report=_talk
-    )
+    both = torch.cat([blocks, foreign])
+    samples = _samples(model, both, split, given.cache)
     result["model_seconds"] = time.perf_counter() - start
     start = time.perf_counter()
     layers, sides = [], []
@@ -96,6 +97,23 @@ def _other(path: str | None) -> str:
 
 def _attentions(model: torch.nn.Module, layers: str | None) -> list[Any]:
     return [one for one in find_attention(model, layers=layers) if not one.layout.qk_norm]
+
+
+def _samples(model: Any, blocks: torch.Tensor, keep: int, cache: Path | None) -> list[Any]:
+    """Run the model, or read what it did from the cache."""
+    attentions = _attentions(model, None)
+    files = [] if cache is None else [cache / f"{place}.safetensors" for place in range(999)]
+    files = files[: len(attentions)]
+    if files and all(path.exists() for path in files):
+        return [
+            AttentionSamples(attention, **load_file(path))
+            for attention, path in zip(attentions, files, strict=True)
+        ]
+    samples = collect(model, attentions, blocks, keep=keep, report=_talk)
+    for path, sample in zip(files, samples, strict=False):  # no files without a cache
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({"inputs": sample.inputs, "logits": sample.logits}, path)
+    return samples
 
 
 def _upto(sample: AttentionSamples, used: int, stop: int, start: int | None = None) -> Any:

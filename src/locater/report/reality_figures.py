@@ -14,7 +14,7 @@ from locater.report.figures import SCALE, save_chart, specification
 from locater.report.page import Section, render_page
 
 Record = dict[str, Any]
-_SHOWN = ("printed", "kernel", "means", "rotary", "full")
+_SHOWN = ("printed", "kernel", "means", "rotary", "given_query")
 
 
 def profile_records(reality: Reality, heads: int = 6) -> list[Record]:
@@ -115,14 +115,14 @@ def error_chart(layers: Sequence[Record], *, title: str = "") -> Any:
         .mark_line(point=True)
         .encode(
             x=alt.X("layer:Q", title="layer", axis=alt.Axis(tickMinStep=1)),
-            y=alt.Y("error:Q", title="mean |ρ − ρ̂|", scale=alt.Scale(type="log")),
+            y=alt.Y("error:Q", title="mean error of ρ", scale=alt.Scale(type="log")),
             color=color,
             tooltip=["layer:Q", "prediction:N", "error:Q"],
         )
     )
 
 
-def entropy_chart(heads: Sequence[Record], *, column: str = "full", title: str = "") -> Any:
+def entropy_chart(heads: Sequence[Record], *, column: str = "given_query", title: str = "") -> Any:
     """Predicted against measured entropy, one point per head, and the diagonal."""
     top = max(max(row["entropy"], row[f"entropy_{column}"]) for row in heads)
     records = [
@@ -165,10 +165,11 @@ def study_chart(study: dict[str, Record], *, title: str = "", axis: str = "") ->
         {"setting": int(setting), "kind": label, "error": row[key]}
         for setting, row in study.items()
         for key, label in (
-            ("rho_error_means", "ρ, K ⊗ Σ and means"),
-            ("rho_error_rotary", "ρ, K ⊗ Σ, means and rotation"),
+            ("rho_error_means", "ρ, K, Σ and means"),
+            ("rho_error_rotary", "ρ, K, Σ, means and rotation"),
             ("rho_error_full", "ρ, full moments"),
-            ("entropy_error_full", "entropy (nats), full moments"),
+            ("rho_error_given_query", "ρ, full moments, given the query"),
+            ("entropy_error_given_query", "entropy (nats), given the query"),
             ("rho_noise", "ρ, noise of counting"),
         )
         if key in row and not (key == "rho_error_means" and "rho_error_rotary" in row)
@@ -213,7 +214,7 @@ def kurtosis_chart(heads: Sequence[Record], *, title: str = "") -> Any:
             x=alt.X(
                 "kurtosis:Q", title="excess kurtosis of logits", scale=alt.Scale(type="symlog")
             ),
-            y=alt.Y("error:Q", title="mean |ρ − ρ̂|, full moments"),
+            y=alt.Y("error:Q", title="mean error of ρ, full moments"),
             color=alt.Color("layer:Q", scale=alt.Scale(scheme="viridis")),
             tooltip=["layer:Q", "head:Q", "kurtosis:Q", "error:Q"],
         )
@@ -244,7 +245,7 @@ def save_reality(reality: Reality, path: Path, *, title: str) -> Path:
             key="entropy",
             title="Entropy, predicted and measured",
             chart=specification(entropy_chart(heads)),
-            caption="Every head; prediction from full moments.",
+            caption="Every head; prediction from full moments, given the query.",
         ),
         Section(key="worst", title="The worst predicted heads", text=_head_table(worst)),
     ]
