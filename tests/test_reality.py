@@ -181,7 +181,7 @@ def test_blocks_are_spread_and_do_not_overlap(samples: Path) -> None:
     assert len({tuple(row) for row in few.tolist()}) == 4
 
 
-def test_special_tokens_stand_around_a_block() -> None:
+def test_an_opening_token_stands_before_a_block() -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -192,7 +192,9 @@ def test_special_tokens_stand_around_a_block() -> None:
         tokenizer_object=plain, unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]"
     )
     blocks = text_blocks(tokenizer, "a b " * 50, tokens=6, blocks=5, special=True)
-    assert blocks[0].tolist() == [1, 3, 4, 3, 4, 2]
+    assert blocks[0].tolist() == [1, 3, 4, 3, 4, 3]
+    plain_blocks = text_blocks(tokenizer, "a b " * 50, tokens=6, blocks=5)
+    assert plain_blocks[0].tolist() == [3, 4, 3, 4, 3, 4]
 
 
 def command(samples: Path, *more: str) -> list[str]:

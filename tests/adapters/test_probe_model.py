@@ -501,3 +501,11 @@ def test_heads_differ_from_layer_to_layer() -> None:
     assert all(a.entropy != b.entropy for a, b in pairwise(probe.records))
     plain = probe.records[0].as_dict()
     assert plain["name"] == "layers.0" and len(plain["rho"]) == 6
+
+
+def test_a_probe_leaves_no_hook_behind() -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, batch_first=True)
+    with Probe(layer):
+        layer(torch.ones(2, 4, 16))
+        assert torch.nn.modules.module._has_any_global_hook()
+    assert not torch.nn.modules.module._has_any_global_hook()  # torch.compile would mind

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+collect_ignore = ["worker.py", "workers.py", "probe_worker.py", "lab_worker.py"]  # scripts
+
 
 @pytest.fixture(scope="session")
 def on_two_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:

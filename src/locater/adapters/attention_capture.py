@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.modules import module as torch_module
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
@@ -92,7 +93,7 @@ class Watch(TorchFunctionMode):
         """Begin; the root's own hooks have run already, so it is entered here."""
         self.handles = [
             register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self.leave, with_kwargs=True),
+            register_module_forward_hook(self._after_any, with_kwargs=True),
         ]
         self._listen(True)
         self._enter(root, ())
@@ -100,7 +101,7 @@ class Watch(TorchFunctionMode):
     def stop(self) -> None:
         """End, whatever happened."""
         for handle in self.handles:
-            handle.remove()
+            remove_hook(handle)
         if self.is_entered:
             self._listen(False)
 
@@ -132,6 +133,11 @@ class Watch(TorchFunctionMode):
             if self.is_entered:
                 self._listen(False)
                 frame.is_suspended = True
+
+    def _after_any(self, module: nn.Module, args: Any, *rest: Any) -> None:
+        """A global hook; removed in a pass, it is called there once more, without kwargs."""
+        if len(rest) == 2:
+            self.leave(module, args, *rest)
 
     def leave(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """A module is done: after its own hook, or again for the root, which came first."""
@@ -374,3 +380,9 @@ def _tokens(
 def _local(tensor: Tensor) -> Tensor:
     """This rank's part of a distributed tensor: under tensor parallelism, its heads."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def remove_hook(handle: Any) -> None:
+    """Remove a hook wholly: torch 2.13 keeps a note of global ones, which torch.compile minds."""
+    handle.remove()
+    getattr(torch_module, "_global_forward_hooks_with_kwargs", {}).pop(handle.id, None)

@@ -73,25 +73,25 @@ def text_blocks(
 ) -> Int[Tensor, "blocks tokens"]:
     """Blocks of a text that do not overlap, evenly spread over it, in its order.
 
-    They hold the text's own tokens alone; `special` puts the model's opening and closing tokens
-    ([CLS] and [SEP], or a beginning-of-sequence token) around each.
+    They hold the text's own tokens alone; `special` puts the model's opening token ([CLS], or its
+    beginning of a sequence) in front of each.  No closing token follows: the last token is the
+    query, and a token that never changes has nothing to ask.
     """
     if tokens < 4 or blocks < 2:
         raise ConfigError(
             f"cannot make {blocks} blocks of {tokens} tokens.",
             hint="give at least 2 blocks, better a thousand, of 4 tokens or more.",
         )
-    ends = [_first(tokenizer, "cls_token_id", "bos_token_id"), _first(tokenizer, "sep_token_id")]
-    before, after = [[end] if special and end is not None else [] for end in ends]
-    wanted = tokens - len(before) - len(after)
+    opening = _first(tokenizer, "cls_token_id", "bos_token_id")
+    before = [opening] if special and opening is not None else []
+    wanted = tokens - len(before)
     found = list(_pieces(tokenizer, text, wanted, blocks))
     if len(found) < 2:
         raise InputError(
             f"the text holds {len(found)} blocks of {tokens} tokens.",
             hint="give a longer text or fewer tokens; a thousand blocks are a good number.",
         )
-    rows = [before + piece + after for piece in found]
-    return torch.tensor(rows)
+    return torch.tensor([before + piece for piece in found])
 
 
 def _pieces(tokenizer: Any, text: str, wanted: int, blocks: int) -> Iterator[list[int]]:

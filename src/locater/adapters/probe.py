@@ -16,7 +16,7 @@ from torch.nn.modules.module import (
 )
 
 from locater.adapters.alarms import AlarmBook
-from locater.adapters.attention_capture import Place, Watch
+from locater.adapters.attention_capture import Place, Watch, remove_hook
 from locater.adapters.layout import Skipped
 from locater.adapters.modules import LiveAttention, discover
 from locater.adapters.names import plain_name
@@ -122,7 +122,7 @@ class Probe:
     def detach(self) -> None:
         """Stop watching; the results stay."""
         for handle in self._handles:
-            handle.remove()
+            remove_hook(handle)
         self._handles = []
         if self._watch is not None:
             self._watch.stop()

@@ -117,7 +117,7 @@ RECIPES: tuple[Recipe, ...] = (
     replace(_FUSED, model_types=("gpt_neox",), rotary="half"),
     replace(_FUSED, model_types=("falcon",), rotary="half", position_bias="scaled alibi"),
     replace(_ROTARY, model_types=("modernbert",), query="Wqkv", key="", part="encoder"),
-    replace(_GGUF, model_types=("llama",), rotary="half"),  # or interleaved, as its header says
+    replace(_GGUF, model_types=("llama",), rotary="interleaved"),  # llama.cpp reorders these heads
     replace(_GGUF, rotary="half if configured", caveats=(NAMES_CAVEAT,)),
     replace(_GGUF, query="attn_qkv", key="", rotary="half if configured", caveats=(NAMES_CAVEAT,)),
     # a bias by distance
