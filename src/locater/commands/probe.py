@@ -28,7 +28,7 @@ class ProbeCommand:
     layers: str | None = None
     """Only attentions whose name this regular expression finds."""
     special: bool = False
-    """Put the model's opening and closing tokens around every block."""
+    """Put the model's opening token ([CLS], or its beginning of a text) before every block."""
     exact: bool = False
     """Also invert the exact law of the score: slower, and seldom another answer."""
     top: int = 20
