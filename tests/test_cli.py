@@ -100,3 +100,22 @@ def test_a_closed_pipe_is_no_error() -> None:
 def test_json_has_null_where_a_number_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
     print_json({"xi": math.nan, "rows": [1.0, math.inf]})
     assert json.loads(capsys.readouterr().out) == {"xi": None, "rows": [1.0, None]}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["audit", "no-model", "--out", "map.jpg"],
+        ["audit", "no-model", "--out", "map.svg", "--color", "mood"],
+        ["probe", "no-model", "--text", "no-text", "--out", "page.doc"],
+        ["simulate", "fig5", "--out", "figure"],
+        ["sweep", "fig6-cpu", "--figure", "figure.bmp"],
+        ["audit", ""],
+    ],
+)
+def test_flags_that_cannot_work_are_refused_before_the_work(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 1
+    told = capsys.readouterr().err
+    assert any(word in told for word in ("cannot write", "no map", "no checkpoint is named"))

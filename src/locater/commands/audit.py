@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tyro.conf import Positional
 
-from locater.commands.terminal import console, parse, print_json, progress, say
+from locater.commands.terminal import check_figure, console, parse, print_json, progress, say
 from locater.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -81,8 +81,13 @@ class AuditCommand(TokenFlags):
 def run(arguments: Sequence[str]) -> None:
     """Audit, write what was asked for, then print a table or JSON."""
     command = parse(AuditCommand, "audit", arguments)
-    if not command.paths:
+    if not all(command.paths) or not command.paths:
         raise ConfigError("no checkpoint is named.", hint="locater audit FOLDER")
+    if command.out is not None:
+        from locater.report.audit_figures import check_column
+
+        check_figure(command.out)
+        check_column(command.color)
     if len(command.paths) > 1 and (command.csv or command.parquet):
         raise ConfigError(
             "--csv and --parquet hold one checkpoint.", hint="use --json for a timeline."

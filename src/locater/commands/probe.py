@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from locater.commands.terminal import console, parse, print_json, progress, say
+from locater.commands.terminal import check_figure, console, parse, print_json, progress, say
 from locater.errors import ConfigError
 
 
@@ -45,6 +45,7 @@ def run(arguments: Sequence[str]) -> None:
     if arguments and not arguments[0].startswith("-"):
         arguments = ["--model", *arguments]
     command = parse(ProbeCommand, "probe", arguments)
+    check_figure(command.out)
     if command.top < 0:
         raise ConfigError(f"top must be zero or more, got {command.top}.", hint="0 shows all.")
     from locater.adapters.loading import load_model, read_text, text_blocks

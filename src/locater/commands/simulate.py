@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from locater.commands.terminal import console, parse, print_json, progress, say
+from locater.commands.terminal import check_figure, console, parse, print_json, progress, say
 from locater.errors import ConfigError
 
 
@@ -55,6 +55,7 @@ def run(arguments: Sequence[str]) -> None:
     if arguments and not arguments[0].startswith("-"):
         arguments = ["--preset", *arguments]
     command = parse(SimulateCommand, "simulate", arguments)
+    check_figure(command.out)
     from dataclasses import replace
 
     from locater.simulation import preset, simulate

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from locater.commands.terminal import parse, print_json, progress, say
+from locater.commands.terminal import check_figure, parse, print_json, progress, say
 from locater.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ def run(arguments: Sequence[str]) -> None:
     if arguments and not arguments[0].startswith("-"):
         arguments = ["--name", *arguments]
     command = parse(SweepCommand, "sweep", arguments)
+    check_figure(command.figure)
     from locater.lab.presets import SWEEPS, sweep_named
     from locater.lab.summary import markdown, summarize, update_page
 

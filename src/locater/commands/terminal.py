@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 Config = TypeVar("Config")
@@ -17,6 +18,14 @@ def parse(config: type[Config], command: str, arguments: Sequence[str]) -> Confi
     import tyro
 
     return tyro.cli(config, prog=f"locater {command}", args=list(arguments))
+
+
+def check_figure(path: Path | None) -> None:
+    """Refuse a file that no figure can be written to: before hours of work, not after them."""
+    if path is not None:
+        from locater.report.figures import check_suffix
+
+        check_suffix(path)
 
 
 def console() -> Any:

@@ -67,12 +67,17 @@ def row_labels(rows: Sequence[HeadRecord]) -> dict[str, str]:
     return labels
 
 
-def audit_map_chart(audit: Audit, column: str = "verdict") -> alt.Chart:
-    """Layers × heads, colored by a column."""
+def check_column(column: str) -> None:
+    """Refuse a column that no map can show."""
     if column not in (*NUMBERS, *WORDS):
         raise InputError(
             f"no map of {column!r}.", hint="choose among: " + ", ".join((*WORDS, *NUMBERS)) + "."
         )
+
+
+def audit_map_chart(audit: Audit, column: str = "verdict") -> alt.Chart:
+    """Layers × heads, colored by a column."""
+    check_column(column)
     labels = row_labels(audit.rows)
     records = [
         {"layer": labels[row.name], "head": row.head, "value": getattr(row, column)}

@@ -148,8 +148,20 @@ def specification(chart: alt.TopLevelMixin) -> dict[str, Any]:
     return spec
 
 
+def check_suffix(path: Path) -> None:
+    """Refuse a file name that says no kind of figure."""
+    if path.suffix not in _SUFFIXES:
+        raise ConfigError(
+            f"cannot write a figure as {path.name!r}.", hint="use one of: " + ", ".join(_SUFFIXES)
+        )
+
+
+_SUFFIXES = (".html", ".svg", ".png", ".pdf", ".json")
+
+
 def save_chart(chart: alt.TopLevelMixin | dict[str, Any], path: Path) -> Path:
     """Write a chart as .html (self-contained), .svg, .png, .pdf or .json (the specification)."""
+    check_suffix(path)
     spec = chart if isinstance(chart, dict) else specification(chart)
     kind = "vega" if "/schema/vega/" in spec.get("$schema", "") else "vegalite"
     writers: dict[str, Callable[[dict[str, Any]], str | bytes]] = {
@@ -159,8 +171,4 @@ def save_chart(chart: alt.TopLevelMixin | dict[str, Any], path: Path) -> Path:
         ".pdf": getattr(vl_convert, f"{kind}_to_pdf"),
         ".json": json.dumps,
     }
-    if path.suffix not in writers:
-        raise ConfigError(
-            f"cannot write a figure as {path.name!r}.", hint="use one of: " + ", ".join(writers)
-        )
     return write_file(path, writers[path.suffix](spec))
