@@ -301,3 +301,12 @@ def test_no_input_of_very_many_breaks_the_gguf_parser(
     tiny_gguf: bytes, draw: st.DataObject
 ) -> None:
     gguf_survives(tiny_gguf, draw)
+
+
+def test_a_header_whose_length_looks_like_a_pickle_is_still_safetensors(tmp_path: Path) -> None:
+    header = json.dumps({"weight": WEIGHT}).encode()
+    for length in (0x0280, 0x0380, 0x0480, 0x0580):  # little-endian they are protocols 2 to 5
+        path = tmp_path / "model.safetensors"
+        path.write_bytes(packed(header.ljust(length)))
+        with open_checkpoint(path) as checkpoint:
+            assert checkpoint.format == "safetensors"

@@ -278,10 +278,11 @@ def _file(place: Place, name: str) -> tuple[Format, Tensors]:
         refuse_pointer(head, source.name)
         if head.startswith(MAGIC):
             return "gguf", GgufFile(source)
-        if head.startswith((ZIP, *PICKLES)):
+        is_safetensors = head[8:9] == b"{"  # a header of 640 bytes opens as a pickle does
+        if head.startswith((ZIP, *PICKLES)) and not is_safetensors:
             source.close()
             return "pytorch", _pytorch(place, name)
-        if name.endswith(".safetensors") or head[8:9] == b"{":
+        if is_safetensors or name.endswith(".safetensors"):
             return "safetensors", SafetensorsFile(source)
         raise LocaterError(
             f"{source.name} is not a checkpoint.",
