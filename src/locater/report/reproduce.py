@@ -14,10 +14,12 @@ from pathlib import Path
 from locater.engines import one_thread
 from locater.errors import ConfigError
 from locater.files import write_file
+from locater.lab.summary import update_page
 from locater.report import figures
 from locater.report.page import Section, render_page
 from locater.report.part import Context, Result, Scale
 from locater.report.parts import PARTS
+from locater.report.verdicts import verdict_markdown
 
 Say = Callable[[str], None]
 
@@ -38,6 +40,8 @@ class ReproduceConfig:
     """Published runs (a folder of .jsonl): these are not trained again."""
     exports: bool = True
     """Write every figure as SVG, PNG and PDF too."""
+    table: Path | None = None
+    """Write the verdicts between the marks `<!-- results: verdicts -->` of this Markdown page."""
     fresh: bool = False
     """Make every part again, even if it is finished."""
 
@@ -50,6 +54,7 @@ class ReproduceConfig:
         for path, hint in (
             (self.data, "--data is a folder or file of text."),
             (self.results, "--results is a folder of runs that `locater sweep --results` wrote."),
+            (self.table, "--table is a Markdown page that has the marks."),
         ):
             if path is not None and not path.exists():
                 raise ConfigError(f"there is nothing at {path}.", hint=hint)
@@ -99,6 +104,9 @@ def reproduce(config: ReproduceConfig, *, report: Say = lambda _: None) -> Path:
                 _export(result, config.out / "figures", stamp=store)
             results[part] = result
             clock.end(part, is_made=is_made)
+    verdicts = [verdict for result in results.values() for verdict in result.verdicts]
+    if config.table is not None:
+        update_page(config.table, lambda _: verdict_markdown(verdicts))
     page = render_page(
         "Where does attention look?",
         [*(s for result in results.values() for s in result.sections), _settings(config)],
@@ -106,7 +114,7 @@ def reproduce(config: ReproduceConfig, *, report: Say = lambda _: None) -> Path:
         "(Bao, Hataya, Karakida 2024, arXiv 2402.02098), computed again: exactly where it "
         "approximates, correctly where it slips.",
         footer=f"Made by locater {version('locater')} in {time.perf_counter() - started:.0f} s.",
-        verdicts=[verdict for result in results.values() for verdict in result.verdicts],
+        verdicts=verdicts,
         headline=next((r.headline for r in results.values() if r.headline), None),
     )
     return write_file(config.out / "index.html", page)

@@ -35,22 +35,37 @@ class Verdict:
     """Key of the section of the page that shows it."""
 
 
+def summary_line(verdicts: Sequence[Verdict]) -> str:
+    """How many claims came out how."""
+    count = Counter(verdict.outcome for verdict in verdicts)
+    return (
+        f"{len(verdicts)} claims: {count['reproduced']} reproduced, {count['differs']} came out "
+        f"otherwise, {count['paper is wrong']} on which the paper is wrong."
+    )
+
+
+def verdict_markdown(verdicts: Sequence[Verdict]) -> str:
+    """The table for a page of documentation."""
+    rows = [
+        ("where", "the paper says", "verdict", "we find"),
+        ("---",) * 4,
+        *((v.where, v.claim, f"**{v.outcome}**", v.found) for v in verdicts),
+    ]
+    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return f"{summary_line(verdicts)}\n\n" + "\n".join(lines) + "\n"
+
+
 def verdict_table(verdicts: Sequence[Verdict], sections: Collection[str]) -> str:
     """HTML of the table, each row with a link to its section where the page has that one."""
     if not verdicts:
         return ""
-    count = Counter(verdict.outcome for verdict in verdicts)
-    summary = (
-        f"{len(verdicts)} claims: {count['reproduced']} reproduced, {count['differs']} came out "
-        f"otherwise, {count['paper is wrong']} on which the paper is wrong."
-    )
     heads = "".join(
         f'<th scope="col" role="columnheader">{name}</th>'
         for name in ("where", "the paper says", "verdict", "we find")
     )
     return (
         '<section id="verdicts"><h2>Verdicts</h2><div class="table">'
-        f'<table class="verdicts" role="table"><caption>{summary} '
+        f'<table class="verdicts" role="table"><caption>{summary_line(verdicts)} '
         "Every verdict was computed by the run behind this page.</caption>"
         f'<thead role="rowgroup"><tr role="row">{heads}</tr></thead><tbody role="rowgroup">'
         + "".join(_row(verdict, sections) for verdict in verdicts)
