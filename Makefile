@@ -36,7 +36,7 @@ bench: .venv/installed-dev
 
 .venv/installed: pyproject.toml constraints.txt | .venv/bin/python
 	@echo "setting up .venv (once, a few minutes)" >&2
-	@$(INSTALL) -e '.[lab]'
+	@$(INSTALL) -e '.[lab,hub,hf]'
 	@touch $@
 
 .venv/installed-dev: pyproject.toml constraints.txt | .venv/bin/python
