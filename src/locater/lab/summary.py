@@ -42,8 +42,13 @@ class Interval:
 
     @property
     def excludes_zero(self) -> bool:
-        """Whether the sign of the mean is beyond doubt, at 95 %."""
+        """Whether the sign of the mean is beyond doubt, at 95 %; never so for a single seed."""
         return abs(self.mean) > self.half
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there are too few seeds to say."""
+        return math.isnan(self.half)
 
     def text(self, digits: int = 2) -> str:
         """The mean and, where it is known, its interval."""
@@ -77,8 +82,10 @@ class Row:
     @property
     def verdict(self) -> str:
         """What became of the perplexity, at 95 %."""
-        if math.isnan(self.change.half) or not self.change.excludes_zero:
-            return "no difference seen" if not math.isnan(self.change.half) else ""
+        if self.change.is_open:
+            return ""
+        if not self.change.excludes_zero:
+            return "no difference seen"
         return "lower" if self.change.mean < 0 else "higher"
 
 
@@ -88,6 +95,36 @@ def summarize(sweep: Sweep, runs: Mapping[str, Run]) -> list[Row]:
     return [
         _row(setting, baselines.get(setting.group), sweep.seeds, runs) for setting in sweep.settings
     ]
+
+
+def paired(
+    sweep: Sweep,
+    runs: Mapping[str, Run],
+    before: Setting,
+    after: Setting,
+    value: Callable[[Run], float],
+) -> Interval:
+    """How a value differs between two settings, seed by seed."""
+    changes = []
+    for seed in range(sweep.seeds):
+        pair = [_run_of(setting, seed, runs) for setting in (before, after)]
+        whole = [run for run in pair if run is not None and not run.has_diverged]
+        if len(whole) == 2:
+            changes.append(value(whole[1]) - value(whole[0]))
+    return Interval.of(changes)
+
+
+def final_loss(run: Run) -> float:
+    """On the whole valid text, at the end."""
+    assert run.final is not None
+    return float(run.final["whole_valid_loss"])
+
+
+def final_mean(run: Run, name: str) -> float:
+    """Of a quantity over layers, at the end."""
+    assert run.final is not None
+    values: list[float] = run.final[name]
+    return sum(values) / len(values)
 
 
 def markdown(rows: Sequence[Row]) -> str:
@@ -134,7 +171,7 @@ def _row(setting: Setting, baseline: Setting | None, seeds: int, runs: Mapping[s
         for run in whole:
             other = _run_of(baseline, run.config.seed, runs)
             if other is not None and not other.has_diverged:
-                changes.append(100 * math.expm1(_loss(run) - _loss(other)))
+                changes.append(100 * math.expm1(final_loss(run) - final_loss(other)))
 
     def interval(value: Callable[[Run], float | None]) -> Interval:
         values = [value(run) for run in whole]
@@ -144,14 +181,14 @@ def _row(setting: Setting, baseline: Setting | None, seeds: int, runs: Mapping[s
         setting=setting,
         seeds=len(ended),
         diverged=len(ended) - len(whole),
-        perplexity=interval(lambda run: math.exp(_loss(run))),
+        perplexity=interval(lambda run: math.exp(final_loss(run))),
         change=Interval.of(changes),
         accuracy=interval(lambda run: (run.final or {}).get("accuracy")),
-        entropy=interval(lambda run: _mean(run, "entropy")),
-        trace=interval(lambda run: _mean(run, "trace")),
-        scale=interval(lambda run: _mean(run, "frobenius_squared")),
-        participation=interval(lambda run: _participation(run, "rho")),
-        predicted=interval(lambda run: _participation(run, "predicted_rho")),
+        entropy=interval(lambda run: final_mean(run, "entropy")),
+        trace=interval(lambda run: final_mean(run, "trace")),
+        scale=interval(lambda run: final_mean(run, "frobenius_squared")),
+        participation=interval(lambda run: participation(run, "rho")),
+        predicted=interval(lambda run: participation(run, "predicted_rho")),
     )
 
 
@@ -160,19 +197,8 @@ def _run_of(setting: Setting, seed: int, runs: Mapping[str, Run]) -> Run | None:
     return run if run is not None and run.final is not None else None
 
 
-def _loss(run: Run) -> float:
-    assert run.final is not None
-    return float(run.final["whole_valid_loss"])
-
-
-def _mean(run: Run, name: str) -> float:
-    """Over layers, at the end."""
-    assert run.final is not None
-    values: list[float] = run.final[name]
-    return sum(values) / len(values)
-
-
-def _participation(run: Run, name: str) -> float | None:
+def participation(run: Run, name: str) -> float | None:
+    """Of `rho` or `predicted_rho` at the end, over layers; None where it was not measured."""
     assert run.final is not None
     if name not in run.final:
         return None

@@ -5,33 +5,36 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from locater.lab.presets import Sweep
+from locater.lab.presets import Setting, Sweep
 from locater.lab.run import Run
-from locater.lab.summary import Interval, Row, summarize
+from locater.lab.summary import Interval, final_loss, final_mean, paired, participation, summarize
 from locater.report.verdicts import Outcome, Verdict
 
-Rows = dict[str, list[Row]]
+Value = Callable[[Run], float]
+Text = Callable[[Interval], str]
 
 
 def curve_verdicts(sweep: Sweep, runs: Mapping[str, Run], section: str) -> list[Verdict]:
     """What became of (B), (C) and (D) of Figs. 6 and 8-12, under every reading of κ₁ and κ₂.
 
-    A claim counts as reproduced if it holds under one reading at least, which is then named.
+    Differences are taken seed by seed, from the smallest κ₂ to the largest.  A claim counts as
+    reproduced if it holds under one reading at least, which is then named; one seed decides
+    nothing.
     """
-    rows = summarize(sweep, runs)
-    (none,) = (row for row in rows if row.setting.kappa is None)
-    readings = _by_reading(rows)
+    (none,) = (setting for setting in sweep.settings if setting.kappa is None)
+    readings = _by_reading(sweep)
     where = "Fig. " + section.removeprefix("fig")
-    size = f"d = {none.setting.config.dim}, {none.setting.config.layers} layer(s), {_seeds(none)}"
+    size = f"d = {none.config.dim}, {none.config.layers} layer(s), {_seeds(sweep, runs, none)}"
 
-    def verdict(letter: str, claim: str, judge: Callable[[list[Row]], tuple[bool, str]]) -> Verdict:
-        judged = {reading: judge(group) for reading, group in readings.items()}
-        holds = any(good for good, _ in judged.values())
+    def verdict(letter: str, claim: str, value: Value, sign: int, text: Text) -> Verdict:
+        judged = {
+            reading: paired(sweep, runs, group[0], group[-1], value)
+            for reading, group in readings.items()
+        }
         found = "; ".join(
-            f"{reading}: {text}{'' if good else ' (does not hold)'}"
-            for reading, (good, text) in judged.items()
+            f"{name}: {text(change)}{_remark(change, sign)}" for name, change in judged.items()
         )
-        outcome: Outcome = "reproduced" if holds else "differs"
+        outcome = _outcome([_holds(change, sign) for change in judged.values()])
         return Verdict(
             where=f"{where}{letter}",
             claim=claim,
@@ -40,28 +43,38 @@ def curve_verdicts(sweep: Sweep, runs: Mapping[str, Run], section: str) -> list[
             section=section,
         )
 
-    def scale(group: list[Row]) -> tuple[bool, str]:
-        first, last = group[0], group[-1]
-        fell = _below(last.scale, first.scale)
-        before, after = (
-            f"{row.scale.mean:.3g} at κ₂ = {row.setting.kappa:g}" for row in (first, last)
-        )
-        return fell, f"‖W‖² {before}, {after}"
-
-    def entropy(group: list[Row]) -> tuple[bool, str]:
-        last = group[-1]
-        rose = _below(none.entropy, last.entropy)
-        return rose, f"{none.entropy.text(3)} without, {last.entropy.text(3)} with"
-
-    def perplexity(group: list[Row]) -> tuple[bool, str]:
-        last = group[-1]
-        return last.verdict == "lower", f"{last.change.text(2)} %"
-
     return [
-        verdict("B", "With stronger κ₂ the eigenspectrum scale shrinks.", scale),
-        verdict("C", "LocAteR keeps the attention entropy higher.", entropy),
-        verdict("D", "LocAteR improves the perplexity.", perplexity),
-    ]
+        verdict("B", "With stronger κ₂ the eigenspectrum scale shrinks.", _log_scale, -1,
+                lambda c: f"‖W‖² times {math.exp(c.mean):.3g} from the least κ₂ to the largest"),
+        verdict("C", "With stronger κ₂ the attention entropy increases.", _entropy, 1,
+                lambda c: f"{c.text(3)} nats"),
+        verdict("D", "With stronger κ₂ the perplexity improves.", final_loss, -1,
+                lambda c: f"{_percent(c)} %"),
+        _better_than_none(sweep, runs, none, where, size, section),
+    ]  # fmt: skip
+
+
+def _better_than_none(
+    sweep: Sweep, runs: Mapping[str, Run], none: Setting, where: str, size: str, section: str
+) -> Verdict:
+    """Entropy and perplexity against no LocAteR: both must be better under one reading."""
+    parts, holds = [], []
+    for reading, group in _by_reading(sweep).items():
+        entropy = paired(sweep, runs, none, group[-1], _entropy)
+        loss = paired(sweep, runs, none, group[-1], final_loss)
+        both = [_holds(entropy, 1), _holds(loss, -1)]
+        holds.append(False if False in both else None if None in both else True)
+        parts.append(
+            f"{reading}, κ₂ = {group[-1].kappa:g}: entropy {entropy.text(3)} nats"
+            f"{_remark(entropy, 1)}, perplexity {_percent(loss)} %{_remark(loss, -1)}"
+        )
+    return Verdict(
+        where=f"{where}, Sec. 7",
+        claim="LocAteR keeps the entropy higher and, by that, lowers the perplexity.",
+        outcome=_outcome(holds),
+        found="against no LocAteR: " + "; ".join(parts) + f" [{size}]",
+        section=section,
+    )
 
 
 def stripes_verdict(sweep: Sweep, runs: Mapping[str, Run], section: str) -> Verdict:
@@ -69,35 +82,69 @@ def stripes_verdict(sweep: Sweep, runs: Mapping[str, Run], section: str) -> Verd
     rows = summarize(sweep, runs)
     (none,) = (row for row in rows if row.setting.kappa is None)
     others = [row for row in rows if row.setting.kappa is not None]
-    localized = [row for row in others if _below(row.participation, none.participation)]
+    changes = [paired(sweep, runs, none.setting, row.setting, _participation) for row in others]
     found = "; ".join(f"{row.setting.label}: {row.participation.text(3)}" for row in others)
+    outcome = _outcome([_holds(change, -1) for change in changes])
+    if outcome == "reproduced" and none.participation.mean <= 0.9:
+        outcome = "differs"
     return Verdict(
         where="Fig. 7",
         claim="With LocAteR ρ shows stripes of attended tokens; without it ρ is uniform.",
-        outcome="reproduced" if localized and none.participation.mean > 0.9 else "differs",
+        outcome=outcome,
         found="share of tokens that take part (1: all alike) without LocAteR "
-        f"{none.participation.text(3)}; {found} [{_seeds(none)}]",
+        f"{none.participation.text(3)}; {found} [{_seeds(sweep, runs, none.setting)}]",
         section=section,
     )
 
 
-def _by_reading(rows: list[Row]) -> Rows:
+def _participation(run: Run) -> float:
+    return participation(run, "rho") or math.nan
+
+
+def _log_scale(run: Run) -> float:
+    return math.log(max(final_mean(run, "frobenius_squared"), 1e-300))
+
+
+def _entropy(run: Run) -> float:
+    return final_mean(run, "entropy")
+
+
+def _holds(change: Interval, sign: int) -> bool | None:
+    """Whether a change has the claimed sign beyond doubt; None where one seed cannot tell."""
+    if math.isnan(change.mean) or change.is_open:
+        return None
+    return change.excludes_zero and change.mean * sign > 0
+
+
+def _remark(change: Interval, sign: int) -> str:
+    holds = _holds(change, sign)
+    return "" if holds else " (cannot tell)" if holds is None else " (does not hold)"
+
+
+def _outcome(holds: list[bool | None]) -> Outcome:
+    if True in holds:
+        return "reproduced"
+    return "undecided" if None in holds else "differs"
+
+
+def _percent(change: Interval) -> str:
+    """A difference of losses as one of perplexities."""
+    mean, half = 100 * math.expm1(change.mean), 100 * change.half * math.exp(change.mean)
+    return Interval(mean, half).text(2)
+
+
+def _by_reading(sweep: Sweep) -> dict[str, list[Setting]]:
     """The settings of each reading, by growing κ₂."""
-    readings: Rows = {}
-    for row in rows:
-        if row.setting.kappa is not None:
-            readings.setdefault(row.setting.reading, []).append(row)
+    readings: dict[str, list[Setting]] = {}
+    for setting in sweep.settings:
+        if setting.kappa is not None:
+            readings.setdefault(setting.reading, []).append(setting)
     return {
-        name: sorted(group, key=lambda row: row.setting.kappa or 0.0)
+        name: sorted(group, key=lambda setting: setting.kappa or 0.0)
         for name, group in readings.items()
     }
 
 
-def _below(less: Interval, more: Interval) -> bool:
-    """Whether one mean is below another beyond both intervals; a single seed has none."""
-    halves = [0.0 if math.isnan(one.half) else one.half for one in (less, more)]
-    return less.mean + halves[0] < more.mean - halves[1]
-
-
-def _seeds(row: Row) -> str:
+def _seeds(sweep: Sweep, runs: Mapping[str, Run], setting: Setting) -> str:
+    (row,) = (row for row in summarize(sweep, runs) if row.setting is setting)
     return "one seed" if row.seeds == 1 else f"{row.seeds} seeds"

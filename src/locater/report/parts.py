@@ -94,16 +94,16 @@ def _fig5(context: Context) -> Result:
         fig5_chart(
             paper, title="Fig. 5  Simulated ρ (color, ± 2 s.e.) over the exact one (dashed)"
         ),
-        "300 sequences for each of 10 drawn W_QK, 40 tokens, 128 dimensions. The first reading of "
-        "the paper holds: ρ localizes as the mean grows. The second does not: where ρ localizes, "
-        "attention entropy is at its lowest.",
+        "300 sequences for each of 10 drawn W_QK, 40 tokens, 128 dimensions. Left, ρ by position: "
+        "how far do few tokens stand out? Right, the entropy of attention. What the numbers say to "
+        "the paper's readings stands above each row and in the verdicts.",
     )
     other = _chart_section(
         "fig5-beyond",
         "Figure 5, beyond the paper: other tokens, asymmetric forms",
         fig5_chart(beyond, title="Fig. 5 for other tokens and for asymmetric W_QK"),
-        "Does localization survive without a random walk? With AR(1) tokens the late ones stay on; "
-        "with independent tokens ρ does not localize at all, while entropy collapses all the same.",
+        "Does localization survive without a random walk, and for asymmetric forms? Compare each "
+        "row's answers with those above.",
     )
     verdicts = [verdict for name, made in paper.items() for verdict in fig5_verdicts(name, made)]
     return Result(sections=(section, other), verdicts=tuple(verdicts))

@@ -8,6 +8,7 @@ from typing import Any
 
 import altair as alt
 
+from locater.core.gaussianity import normal_quantile
 from locater.files import write_file
 from locater.reality_records import COLUMNS, Reality
 from locater.report.figures import SCALE, save_chart, specification
@@ -218,6 +219,35 @@ def kurtosis_chart(heads: Sequence[Record], *, title: str = "") -> Any:
             color=alt.Color("layer:Q", scale=alt.Scale(scheme="viridis")),
             tooltip=["layer:Q", "head:Q", "kurtosis:Q", "error:Q"],
         )
+    )
+
+
+def quantile_chart(records: Sequence[Record], *, title: str = "") -> Any:
+    """Are features Gaussian: quantiles of the standardized ones against the normal law's."""
+    points = [{**one, "normal": normal_quantile(one["probability"])} for one in records]
+    position = alt.X("normal:Q", title="quantile of a Gaussian")
+    height = alt.Y("quantile:Q", title="quantile of standardized features")
+    line = (
+        alt.Chart(alt.Data(values=points))
+        .mark_line(color="#888", strokeDash=[4, 3])
+        .encode(x=position, y=alt.Y("normal:Q"))
+    )
+    dots = (
+        alt.Chart(alt.Data(values=points))
+        .mark_circle(size=22, opacity=0.6)
+        .encode(
+            x=position,
+            y=height,
+            color=alt.Color("kind:N", title=None, scale=alt.Scale(range=SCALE)),
+            tooltip=["layer:Q", "kind:N", "probability:Q", "quantile:Q"],
+        )
+    )
+    return alt.layer(line, dots).properties(
+        width=300,
+        height=260,
+        title=title,
+        description="Quantiles of standardized tokens, queries and keys of every layer against "
+        "those of a Gaussian, with the diagonal",
     )
 
 

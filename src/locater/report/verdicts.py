@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from html import escape
 from typing import Literal
 
-Outcome = Literal["reproduced", "differs", "paper is wrong"]
+Outcome = Literal["reproduced", "differs", "paper is wrong", "undecided"]
 _SIGNS = {  # a sign and a word: color alone says nothing to some readers
     "reproduced": ("✓", "reproduced"),
     "differs": ("≠", "differs"),
     "paper is wrong": ("✗", "wrong"),
+    "undecided": ("?", "open"),
 }
 
 
@@ -21,7 +22,7 @@ class Verdict:
     """One claim of the paper and what the part of the program that looked into it found.
 
     `differs` is for what was measured and came out otherwise, `paper is wrong` for what a
-    counterexample or a proof refutes.
+    counterexample or a proof refutes, `undecided` for what one seed cannot tell.
     """
 
     where: str
@@ -38,9 +39,10 @@ class Verdict:
 def summary_line(verdicts: Sequence[Verdict]) -> str:
     """How many claims came out how."""
     count = Counter(verdict.outcome for verdict in verdicts)
+    rest = f", {count['undecided']} undecided" if count["undecided"] else ""
     return (
         f"{len(verdicts)} claims: {count['reproduced']} reproduced, {count['differs']} came out "
-        f"otherwise, {count['paper is wrong']} on which the paper is wrong."
+        f"otherwise, {count['paper is wrong']} on which the paper is wrong{rest}."
     )
 
 
