@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from playwright.sync_api import Browser, Page, Route, sync_playwright
+from tests.whole_page import make_whole_page
 from torch import nn
 
 from locater.adapters.layout import Skipped
 from locater.audit import Audit, audit_model
 from locater.report.audit_page import audit_page
-from locater.report.reproduce import ReproduceConfig, reproduce
 
 HOSTILE = "<script>window.harmed = 1</script><img src=x onerror='window.harmed = 1'>&\u2028"
 
@@ -82,13 +82,8 @@ def open_page(browser: Browser) -> Iterator[Open]:
 
 @pytest.fixture(scope="session")
 def figures_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Without the parts that take long to compute or to draw."""
-    config = ReproduceConfig(
-        out=tmp_path_factory.mktemp("page"),
-        only="explorer,fig1,fig3,claims,errata",
-        exports=False,
-    )
-    return reproduce(config)
+    """All parts, on small models."""
+    return make_whole_page(tmp_path_factory.mktemp("page"), exports=False)
 
 
 def _audits() -> list[Audit]:

@@ -56,11 +56,11 @@ def test_a_number_that_json_lacks_is_refused() -> None:
 def test_every_chart_says_what_it_shows() -> None:
     chart = {"hconcat": [{"description": "left one"}, {"description": "right one"}], "data": {}}
     html = render_page("page", [Section(key="two", title="Two", chart=chart)])
-    labels = [a.get("aria-label") for tag, a in _Tags(html).tags if a.get("role") == "img"]
+    labels = [a.get("aria-label") for tag, a in _Tags(html).tags if a.get("role") == "group"]
     assert labels == ["left one right one"]
 
 
-def test_verdicts_come_first_and_lead_to_their_sections() -> None:
+def test_verdicts_follow_the_headline_and_lead_to_their_sections() -> None:
     verdicts = [
         Verdict(where=HOSTILE, claim="a", outcome="differs", found="1", section="here"),
         Verdict(where="Eq. 5", claim="b", outcome="reproduced", found="2", section="elsewhere"),
@@ -68,7 +68,7 @@ def test_verdicts_come_first_and_lead_to_their_sections() -> None:
     headline = Section(key="headline", title="Headline")
     sections = [Section(key="here", title="Here")]
     html = render_page("page", sections, verdicts=verdicts, headline=headline)
-    assert re.findall(r'<section id="([^"]+)"', html) == ["verdicts", "headline", "here"]
+    assert re.findall(r'<section id="([^"]+)"', html) == ["headline", "verdicts", "here"]
     table = html[html.index("<table") : html.index("</table>")]
     assert re.findall(r'href="#([^"]+)"', table) == ["here"]  # no link that leads nowhere
     assert "<script" not in table

@@ -4,22 +4,16 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
-from tests.lab.test_sweep import in_this_process
+from tests.whole_page import make_whole_page
 
 from locater.errors import ConfigError
-from locater.lab.presets import Sweep, sweep_named
-from locater.lab.sweep import run_sweep
-from locater.report import lab_parts, parts
 from locater.report.page import Section
 from locater.report.parts import PARTS, Context, Part, Result
 from locater.report.reproduce import ReproduceConfig, reproduce
 from locater.report.verdicts import Verdict
-from locater.simulation import preset
 
 FREE = {"quick": 0.0, "cpu": 0.0, "paper": 0.0}
 
@@ -61,42 +55,38 @@ def test_the_verdicts_are_written_between_the_marks_of_a_page(
         ReproduceConfig(table=tmp_path / "none.md")
 
 
-def small_sweep(name: str) -> Sweep:
-    """The sweep of that name with models and texts of seconds."""
-    sweep = sweep_named(name)
-    sizes = {"dim": 8, "tokens": 16, "batch": 64, "steps": 10, "vocabulary_size": 100}
-    settings = tuple(
-        replace(one, config=replace(one.config, measure_every=5, predict_every=2, **sizes))
-        for one in sweep.settings
-    )
-    return replace(sweep, settings=settings, seeds=1)
+def study(name: str) -> dict[str, object]:
+    """As benchmarks/study_reality.py writes it, in little."""
+    errors = {"rho_error_printed": 0.61, "rho_error_full": 0.012, "rho_noise": 0.005}
+    profiles = [
+        {"panel": "layer 0, head 0", "curve": curve, "theta": theta, "rho": rho}
+        for curve, rho in (("measured", 0.5), ("printed", 0.1), ("given_query", 0.5))
+        for theta in (0.5, 1.0)
+    ]
+    summary = {**errors, "heads": 72, "entropy_error_full": 0.04}
+    return {"model": name, "summary": summary, "profiles": profiles, "side": {"blocks": {}}}
 
 
-def test_reproduce_writes_the_page_with_all_figures_and_errata(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lab_parts, "sweep_named", small_sweep)
-    monkeypatch.setattr(lab_parts, "run_sweep", partial(run_sweep, workers=1))
-    monkeypatch.setattr(lab_parts, "_BLOCKS", {"quick": 100})
-    in_this_process(monkeypatch)
-    small = {
-        name: replace(panel, draws=2, sequences=20, model=8, tokens=6)
-        for name, panel in preset("fig5").items()
-    }
-    monkeypatch.setattr(parts, "preset", lambda _: small)
+def test_reproduce_writes_the_page_with_all_figures_and_errata(tmp_path: Path) -> None:
+    published = tmp_path / "studies"
+    published.mkdir()
+    (published / "minilm.json").write_text(json.dumps(study("minilm")))
     said: list[str] = []
-    page = reproduce(ReproduceConfig(out=tmp_path), report=said.append)
+    page = make_whole_page(tmp_path / "out", report=said.append, reality=published)
     html = page.read_text()
     made = [re.split(r"[ ,]", line)[1] for line in said if line.startswith("[")]
     assert made == [name for name, part in PARTS.items() if "quick" in part.scales]
     figures = ["explorer", "fig1", "fig2", "fig3", "fig4", "fig5", "fig5-beyond", "fig6", "fig7"]
     audit = ["summary", "heads", "head", "table", "basis"]
     sections = re.findall(r'<section id="([^"]+)"', html)
-    assert sections == ["verdicts", "headline", *figures, *audit, "reality", "errata", "settings"]
-    charts = ["headline", *figures, "reality"]
+    real = ["published", "reality"]
+    assert sections == ["headline", "verdicts", *figures, *audit, *real, "errata", "settings"]
+    assert "minilm, 72 heads: the printed formula misses ρ by 0.61" in html
+    charts = ["headline", *figures, *real]
     assert html.count('data-chart="') == len(charts) + 3  # a head's eigenvalues, singular values, ρ
     assert len(html) < 5_000_000
-    exports = {path.name for path in (tmp_path / "figures").iterdir()}
+    exports = {path.name for path in (tmp_path / "out" / "figures").iterdir()}
+    charts += [f"audit-{place}{part}" for place in (1, 2, 3) for part in ("", "-head")]
     assert exports == {f"{key}.{suffix}" for key in charts for suffix in ("svg", "png", "pdf")}
 
 
@@ -133,10 +123,17 @@ def test_a_spoiled_part_is_made_again(tmp_path: Path, made: list[str], rubbish: 
 
 
 def test_other_data_and_another_scale_are_other_parts(tmp_path: Path, made: list[str]) -> None:
-    for changes in ({}, {"scale": "cpu"}, {"data": tmp_path}):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    text = folder / "train.txt"
+    text.write_text("one text")
+    given = ({}, {"scale": "cpu"}, {"data": folder}, {"results": folder}, {"reality": folder})
+    for changes in given:
         reproduce(ReproduceConfig(out=tmp_path / "out", only="one", **changes))  # type: ignore[arg-type]
-    assert made == ["one"] * 3
-    assert len(list((tmp_path / "out" / "parts").iterdir())) == 3
+    text.write_text("another text")  # in the same folder
+    reproduce(ReproduceConfig(out=tmp_path / "out", only="one", data=folder))
+    assert made == ["one"] * 6
+    assert len(list((tmp_path / "out" / "parts").iterdir())) == 6
 
 
 def test_the_time_left_follows_the_pace_of_what_is_new(

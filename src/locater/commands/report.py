@@ -92,14 +92,11 @@ def _write(command: ReportCommand, runs: Sequence[Run], audits: Sequence[Audit])
 
 
 def _export(folder: Path, sections: Sequence[Section], audits: Sequence[Audit]) -> None:
-    from locater.report.audit_figures import audit_map_chart, head_chart
-    from locater.report.figures import save_chart, specification
+    from locater.report.audit_figures import audit_exports
+    from locater.report.figures import save_chart
 
     charts = {section.key: section.chart for section in sections if section.chart}
-    for place, audit in enumerate((audit for audit in audits if audit.rows), 1):
-        charts[f"audit-{place}"] = specification(audit_map_chart(audit))
-        worst = audit.worst_first()[0]
-        charts[f"audit-{place}-head"] = specification(head_chart([audit], worst.name, worst.head))
+    charts |= audit_exports(audits)
     for name, spec in charts.items():
         for suffix in (".svg", ".png", ".pdf"):
             save_chart(spec, folder / f"{name}{suffix}")

@@ -245,12 +245,12 @@ def describe_environment(corpus: Mapping[str, Any]) -> Record:
         "python": platform.python_version(),
         "machine": platform.machine(),
         "versions": versions,
-        "commit": _commit(),
+        "commit": source_commit(),
         "corpus": dict(corpus),
     }
 
 
-def _commit() -> str | None:
+def source_commit() -> str | None:
     """The commit of the source tree, `+` where it has changes; None for an installed package."""
     here = Path(__file__).parent
 

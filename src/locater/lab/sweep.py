@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -139,8 +140,8 @@ class _Processes:
         self.pools[thread] = ProcessPoolExecutor(
             1,
             mp_context=multiprocessing.get_context("spawn"),
-            initializer=_one_device,
-            initargs=(len(self.pools),),
+            initializer=_start_worker,
+            initargs=(len(self.pools), os.getpid()),
         )
         return self.pools[thread]
 
@@ -150,8 +151,16 @@ class _Processes:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _one_device(place: int) -> None:
-    """A thread, and a GPU where there are some, for this process alone."""
+def _start_worker(place: int, parent: int) -> None:
+    """A thread, and a GPU where there are some, for this process alone; it ends with its parent."""
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     torch.set_num_threads(1)
     if torch.cuda.device_count():
         os.environ["CUDA_VISIBLE_DEVICES"] = str(place % torch.cuda.device_count())
+
+
+def _end_with(parent: int) -> None:
+    """Leave when the parent is gone, however it went: nobody is there to take a result."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)

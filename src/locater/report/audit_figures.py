@@ -9,7 +9,7 @@ import altair as alt
 
 from locater.audit import Audit, HeadRecord
 from locater.errors import InputError
-from locater.report.figures import SCALE
+from locater.report.figures import SCALE, specification
 
 Record = dict[str, Any]
 NUMBERS = {
@@ -29,10 +29,10 @@ NUMBERS = {
     "mean": "mean eigenvalue",
     "variance": "variance of the eigenvalues",
     "spread_ratio": "eigenvalues' deviation over random factors'",
-    "spread_z": "the same, in deviations",
+    "spread_z": "eigenvalues' deviation, in deviations of random factors'",
     "spectral_norm": "‖W‖₂",
     "norm_ratio": "‖W‖₂ over random factors'",
-    "norm_z": "the same, in deviations",
+    "norm_z": "‖W‖₂, in deviations of random factors'",
     "stable_rank": "stable rank",
     "asymmetry": "asymmetry",
     "nonnormality": "non-normality gap",
@@ -65,6 +65,12 @@ def row_labels(rows: Sequence[HeadRecord]) -> dict[str, str]:
     if len(set(labels.values())) < len(labels):
         return {name: name for name in labels}
     return labels
+
+
+def telling_column(audits: Sequence[Audit]) -> str:
+    """What a map shows first: verdicts, or, where all are alike, how many tokens get attention."""
+    words = {row.verdict for audit in audits for row in audit.rows}
+    return "verdict" if len(audits) == 1 and len(words) > 1 else "effective_tokens"
 
 
 def check_column(column: str) -> None:
@@ -100,7 +106,7 @@ def audit_map_chart(audit: Audit, column: str = "verdict") -> alt.Chart:
     return (
         alt.Chart(
             alt.Data(values=records),
-            title=f"{audit.name}: {({**NUMBERS, **WORDS})[column]}",
+            title=f"{audit_labels([audit])[0]}: {({**NUMBERS, **WORDS})[column]}",
             description=f"A map of the {len(records)} heads of {audit.name}, one row per layer, "
             f"colored by {column}.",
             width=alt.Step(18),
@@ -215,6 +221,16 @@ def head_chart(audits: Sequence[Audit], name: str, head: int) -> alt.HConcatChar
     """The three charts of one head side by side, for a paper."""
     charts = head_charts(audits, name, head)
     return alt.hconcat(*charts.values(), title=f"{name}, head {head}")
+
+
+def audit_exports(audits: Sequence[Audit]) -> dict[str, Record]:
+    """Specifications of what the page draws by script: a map of each audit and its worst head."""
+    charts: dict[str, Record] = {}
+    for place, audit in enumerate((audit for audit in audits if audit.rows), 1):
+        worst = audit.worst_first()[0]
+        charts[f"audit-{place}"] = specification(audit_map_chart(audit, telling_column([audit])))
+        charts[f"audit-{place}-head"] = specification(head_chart([audit], worst.name, worst.head))
+    return charts
 
 
 def audit_labels(audits: Sequence[Audit]) -> list[str]:

@@ -19,6 +19,7 @@ from locater.report.audit_figures import (
     audit_labels,
     head_charts,
     row_labels,
+    telling_column,
 )
 from locater.report.figures import specification
 from locater.report.page import Section, asset, chart_box, render_page, script_json
@@ -55,8 +56,7 @@ def _summary(audits: Sequence[Audit]) -> Section:
 
 def _maps(audits: Sequence[Audit]) -> Section:
     choices = {**WORDS, **NUMBERS}
-    words = {row.verdict for audit in audits for row in audit.rows}
-    first = "verdict" if len(audits) == 1 and len(words) > 1 else "effective_tokens"
+    first = telling_column(audits)
     options = "".join(
         f'<option value="{key}"{" selected" * (key == first)}>{escape(name)}</option>'
         for key, name in choices.items()
@@ -75,7 +75,8 @@ def _maps(audits: Sequence[Audit]) -> Section:
         f'<label>color by <select name="column">{options}</select></label>{compare}</form>'
         '<div class="scale" id="audit-scale"></div><div class="maps" id="audit-maps"></div>',
         script=asset("audit.js"),
-        text="Rows are layers, columns are heads.",
+        text="Rows are layers, columns are heads. Click a head, or move with the arrow keys and "
+        "press Enter: the section below shows it.",
     )
 
 

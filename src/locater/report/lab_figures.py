@@ -175,9 +175,8 @@ def _panel(
     legend = alt.Legend(
         title="κ₂", orient="top", symbolType="stroke", symbolStrokeWidth=2, symbolOpacity=1
     )
-    scale: dict[str, Any] = {"zero": False}
-    if name in ("perplexity", "frobenius_squared"):
-        scale |= {"type": "log", "nice": False}
+    is_log = name in ("perplexity", "frobenius_squared")
+    scale: dict[str, Any] = {"type": "log", "nice": False} if is_log else {"zero": False}
     y = alt.Y("value:Q", title=title, scale=alt.Scale(**scale))
     base = alt.Chart(alt.Data(values=values)).encode(
         x=alt.X("step:Q", title="step", axis=alt.Axis(tickCount=4), scale=alt.Scale(zero=False)),
@@ -199,7 +198,7 @@ def _panel(
         y=y, strokeDash=dash, tooltip=["kappa:N", "step:Q", "value:Q", "low:Q", "high:Q"]
     )
     return alt.layer(band, line).properties(
-        width=175,
+        width=138,
         height=150,
         description=f"{title} against steps, one line per κ₂; {_reading_title(reading)}",
     )

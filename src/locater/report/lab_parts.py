@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -14,6 +16,7 @@ from locater.lab.summary import markdown, summarize
 from locater.lab.sweep import SweepFolders, run_sweep
 from locater.lab.trained import load_trained
 from locater.reality import RealityConfig, against_theory
+from locater.report.audit_figures import audit_exports
 from locater.report.audit_page import audit_sections
 from locater.report.figures import specification
 from locater.report.lab_claims import curve_verdicts, stripes_verdict
@@ -34,9 +37,10 @@ def curves_part(context: Context, figure: str) -> Result:
         key=figure,
         title=f"Figure {figure.removeprefix('fig')}: LocAteR in training",
         chart=specification(curves_chart(sweep, runs)),
-        caption="Black and dashed: without LocAteR. The text and the captions of the paper "
-        "disagree on what κ₂ weighs, so each row shows one reading.",
-        text=markdown(summarize(sweep, runs)),
+        caption="Dashed: without LocAteR. Does the scale (B) shrink as κ₂ grows, does entropy (C) "
+        "rise, does perplexity (D) fall below the dashed line? The text and the captions of the "
+        "paper disagree on what κ₂ weighs, so each row shows one reading.",
+        text=markdown(summarize(sweep, runs)) + _settings(sweep),
     )
     return Result(sections=(section,), verdicts=tuple(curve_verdicts(sweep, runs, figure)))
 
@@ -48,8 +52,9 @@ def gates_part(context: Context, figure: str = "fig7") -> Result:
         key=figure,
         title="Figure 7: signal propagation in training",
         chart=specification(heat_chart(sweep, runs)),
-        caption="Light: the gradient of that token's attention passes. Stripes are positions that "
-        "stay open while others close.",
+        caption="Light: the gradient of that token's attention passes. Look for stripes: positions "
+        "that stay open while others close, with LocAteR more than without.",
+        text=_settings(sweep),
     )
     return Result(sections=(section,), verdicts=(stripes_verdict(sweep, runs, figure),))
 
@@ -61,8 +66,9 @@ def audit_part(context: Context) -> Result:
     for setting, path in _folders(context, sweep, runs):
         model, _ = load_trained(path, data=_data(context, sweep))
         audit = audit_model(model, tokens=model.config.length)
-        audits.append(replace(audit, name=setting.label))
-    return Result(sections=tuple(_audit_section(one) for one in audit_sections(audits)))
+        audits.append(replace(audit, name=_name(setting)))
+    sections = tuple(_audit_section(one) for one in audit_sections(audits))
+    return Result(sections=sections, exports=audit_exports(audits))
 
 
 def _audit_section(section: Section) -> Section:
@@ -83,12 +89,12 @@ def reality_part(context: Context) -> Result:
         printed.append(summary["rho_error_printed"])
         ours.append(summary["rho_error_full"])
         lines.append(
-            f"| {setting.label} | {summary['rho_error_printed']:.3f} | "
+            f"| {_name(setting)} | {summary['rho_error_printed']:.3f} | "
             f"{summary['rho_error_means']:.3f} | {ours[-1]:.3f} | {summary['rho_noise']:.3f} | "
             f"{summary['entropy']:.3f} | {summary['entropy_error_full']:.3f} |"
         )
         records += [
-            {**record, "panel": f"{setting.label}, {record['panel']}"}
+            {**record, "panel": f"{_name(setting)}: {record['panel']}"}
             for record in profile_records(found, heads=2)
         ]
     head = (
@@ -110,15 +116,80 @@ def reality_part(context: Context) -> Result:
         where="Sec. 4",
         claim="The eigenspectrum tells where attention looks (for random-walk tokens).",
         outcome="differs" if max(printed) > 0.1 else "reproduced",
-        found=f"on trained heads the printed formula misses ρ by {max(printed):.2f}; with the "
-        f"tokens' measured moments the theory is {max(ours):.3f} off at most",
+        found=f"on trained heads the printed formula misses ρ by {max(printed):.2f} on average "
+        f"over positions; with the tokens' measured moments the theory misses it by "
+        f"{max(ours):.3f} (the worst model of each)",
         section="reality",
     )
-    return Result(sections=(section,), verdicts=(verdict,), headline=_headline(section))
+    told = (
+        f"Over heads and positions, the printed formula misses ρ by {_range(printed)}, the theory "
+        f"with measured moments by {_range(ours)}."
+    )
+    return Result(sections=(section,), verdicts=(verdict,), headline=_headline(section, told))
 
 
-def _headline(section: Section) -> Section:
-    return replace(section, key="headline", title="Does theory predict real heads?", text="")
+def published_part(context: Context) -> Result:
+    """Real models that others have trained, as `benchmarks/study_reality.py` found them."""
+    paths = sorted(context.reality.glob("*.json")) if context.reality else []
+    studies = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    studies = [study for study in studies if study["side"]]  # not the laboratory's own
+    if not studies:
+        return Result(sections=())
+    records = [
+        {**record, "panel": f"{study['model']}: {record['panel']}"}
+        for study in studies
+        for record in study["profiles"]
+    ]
+    lines, told = [], []
+    for study in studies:
+        total = study["summary"]
+        lines.append(
+            f"| {study['model']} | {total['heads']} | {total['rho_error_printed']:.3f} | "
+            f"{total['rho_error_full']:.3f} | {total['rho_noise']:.3f} | "
+            f"{total['entropy_error_full']:.3f} |"
+        )
+        told.append(
+            f"{study['model']}, {total['heads']} heads: the printed formula misses ρ by "
+            f"{total['rho_error_printed']:.2f} on average, the theory with measured moments by "
+            f"{total['rho_error_full']:.3f}."
+        )
+    head = (
+        "| model | heads | ρ as printed | full moments | noise of counting | entropy, full (nats) "
+        "|\n|---|---|---|---|---|---|\n"
+    )
+    section = Section(
+        key="published",
+        title="Theory against reality, on models that others trained",
+        chart=specification(profile_panels(records, title="ρ of real heads")),
+        caption="Heads from the best predicted to the worst. Points were counted on held-out text "
+        "with the model's own logits; lines follow from its weights and the moments of its tokens "
+        "on other text. Measured beforehand: `docs/theory-vs-reality.md` has the study.",
+        text="Mean |error| over heads and positions.\n\n" + head + "\n".join(lines),
+    )
+    return Result(sections=(section,), headline=_headline(section, " ".join(told)))
+
+
+def _headline(section: Section, told: str) -> Section:
+    title = "Does theory predict real heads?"
+    return replace(
+        section, key="headline", title=title, caption=f"{told} {section.caption}", text=""
+    )
+
+
+def _range(values: Sequence[float]) -> str:
+    low, high = (f"{value:.2g}" for value in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
+
+
+def _name(setting: Setting) -> str:
+    return "without LocAteR" if setting.kappa is None else f"LocAteR {setting.label}"
+
+
+def _settings(sweep: Sweep) -> str:
+    """What the runs share, for the reader who wants to make them again."""
+    config = asdict(sweep.settings[0].config)
+    words = ", ".join(f"{name} {value}" for name, value in config.items() if name != "seed")
+    return f"\n\nSeeds 0 to {sweep.seeds - 1}. Settings of the run without LocAteR: `{words}`.\n"
 
 
 def _sweep(context: Context, figure: str) -> Sweep:

@@ -13,7 +13,7 @@ from typing import Any
 from markdown_it import MarkdownIt
 
 from locater.errors import MissingExtraError
-from locater.report.verdicts import Verdict, verdict_table
+from locater.report.verdicts import Verdict, summary_line, verdict_table
 
 # the page could not fetch anything if it wanted to; Vega compiles its expressions
 _POLICY = (
@@ -53,7 +53,7 @@ def render_page(
 ) -> str:
     """Make the HTML text; every string is escaped, nothing is fetched when it is read.
 
-    The verdicts come first, then the headline, then a list of the sections.
+    How the verdicts came out stands at the top, then the headline, the verdicts, the sections.
     """
     markdown = MarkdownIt("commonmark", {"html": False}).enable("table")
 
@@ -73,8 +73,10 @@ def render_page(
 
     everything = [*([headline] if headline else []), *sections]
     verdict = verdict_table(verdicts, {section.key for section in everything})
-    links = [("verdicts", "Verdicts")] if verdicts else []
-    links += [(section.key, section.title) for section in everything]
+    links = [(section.key, section.title) for section in everything]
+    if verdicts:
+        links.insert(1 if headline else 0, ("verdicts", "Verdicts"))
+        intro = f"{intro}\n\n**{summary_line(verdicts)}** [Each with its number](#verdicts)."
     items = "".join(f'<li><a href="#{escape(k)}">{escape(name)}</a></li>' for k, name in links)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -84,7 +86,8 @@ def render_page(
         '<a class="skip" href="#content">Skip to the content</a>'
         f"<header><h1>{escape(title)}</h1>{words(intro)}</header>"
         f'<nav aria-label="Sections"><ul>{items}</ul></nav><main id="content" tabindex="-1">'
-        f"{verdict}{''.join(map(whole, everything))}</main><footer>{words(footer)}</footer>"
+        f"{whole(headline) if headline else ''}{verdict}{''.join(map(whole, sections))}</main>"
+        f"<footer>{words(footer)}</footer>"
         f"{_scripts(everything)}</body></html>\n"
     )
 
@@ -119,7 +122,7 @@ def chart_box(key: str, spec: dict[str, Any]) -> str:
     """HTML of the place where a chart is drawn, and the chart's specification."""
     label = escape(" ".join(dict.fromkeys(descriptions(spec))) or key)
     return (
-        f'<div class="chart" id="{escape(key)}" role="img" aria-label="{label}"></div>'
+        f'<div class="chart" id="{escape(key)}" role="group" aria-label="{label}"></div>'
         f'<script type="application/json" data-chart="{escape(key)}">{script_json(spec)}</script>'
     )
 

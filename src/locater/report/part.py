@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +24,8 @@ class Context:
     """Where the text lies that models are trained on."""
     results: Path | None = None
     """Published runs, which are not trained again."""
+    reality: Path | None = None
+    """Published studies of real models."""
     progress: Callable[[int, int], None] = lambda done, total: None
 
 
@@ -35,6 +37,8 @@ class Result:
     verdicts: tuple[Verdict, ...] = ()
     headline: Section | None = None
     """The one thing to see first, if this part has it."""
+    exports: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    """Figures for papers beside those of the sections: specifications by name."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data that `from_dict` takes back."""
@@ -47,6 +51,7 @@ class Result:
             sections=tuple(Section(**section) for section in data["sections"]),
             verdicts=tuple(Verdict(**verdict) for verdict in data["verdicts"]),
             headline=None if data["headline"] is None else Section(**data["headline"]),
+            exports=data["exports"],
         )
 
 

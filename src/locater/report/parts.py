@@ -157,6 +157,7 @@ PARTS: dict[str, Part] = {
         for figure in ("fig8", "fig9", "fig10", "fig11", "fig12")
     },
     "models": Part(lab_parts.audit_part, _hours(5, 0.01, 0.01)),
+    "published": Part(lab_parts.published_part, _always(0.5)),
     "reality": Part(lab_parts.reality_part, _hours(20, 0.02, 0.02)),
     "claims": Part(_claims, _always(2)),
     "errata": Part(_errata, _always(0.5)),

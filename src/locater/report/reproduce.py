@@ -10,15 +10,17 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from locater.engines import one_thread
 from locater.errors import ConfigError
 from locater.files import write_file
+from locater.lab.run import source_commit
 from locater.lab.summary import update_page
 from locater.report import figures
 from locater.report.page import Section, render_page
 from locater.report.part import Context, Result, Scale
-from locater.report.parts import PARTS
+from locater.report.parts import PARTS, errata_text
 from locater.report.verdicts import verdict_markdown
 
 Say = Callable[[str], None]
@@ -38,6 +40,8 @@ class ReproduceConfig:
     """Texts for the parts that train; the others do without."""
     results: Path | None = None
     """Published runs (a folder of .jsonl): these are not trained again."""
+    reality: Path | None = None
+    """Published studies of real models (results/reality): their heads come first on the page."""
     exports: bool = True
     """Write every figure as SVG, PNG and PDF too."""
     table: Path | None = None
@@ -54,6 +58,7 @@ class ReproduceConfig:
         for path, hint in (
             (self.data, "--data is a folder or file of text."),
             (self.results, "--results is a folder of runs that `locater sweep --results` wrote."),
+            (self.reality, "--reality is a folder of studies of real models."),
             (self.table, "--table is a Markdown page that has the marks."),
         ):
             if path is not None and not path.exists():
@@ -96,6 +101,7 @@ def reproduce(config: ReproduceConfig, *, report: Say = lambda _: None) -> Path:
                     store=config.out,
                     data=config.data,
                     results=config.results,
+                    reality=config.reality,
                     progress=clock.progress,
                 )
                 result = PARTS[part].make(context)
@@ -173,7 +179,8 @@ def _settings(config: ReproduceConfig) -> Section:
         ("scale", config.scale),
         ("parts", ", ".join(config.parts)),
         ("data", config.data.name if config.data else "the prose that Python carries"),
-        ("seeds", "0 throughout; every sampler has a generator of its own"),
+        ("seeds", "0 for theory and simulation; 0, 1, … for training, as each figure says"),
+        ("commit", source_commit() or "an installed package"),
         ("Python", f"{platform.python_version()} on {platform.platform()}"),
         *((name, version(name)) for name in packages),
     ]
@@ -183,13 +190,13 @@ def _settings(config: ReproduceConfig) -> Section:
 
 def _export(result: Result, folder: Path, *, stamp: Path) -> None:
     """Every figure as SVG, PNG and PDF, unless those of this very result are there."""
-    charts = [*result.sections, *([result.headline] if result.headline else [])]
-    for section in charts:
-        for suffix in (".svg", ".png", ".pdf") if section.chart else ():
-            path = folder / f"{section.key}{suffix}"
+    sections = [*result.sections, *([result.headline] if result.headline else [])]
+    charts = {section.key: section.chart for section in sections if section.chart}
+    for name, chart in {**charts, **result.exports}.items():
+        for suffix in (".svg", ".png", ".pdf"):
+            path = folder / f"{name}{suffix}"
             if not path.exists() or path.stat().st_mtime < stamp.stat().st_mtime:
-                assert section.chart is not None
-                figures.save_chart(section.chart, path)
+                figures.save_chart(chart, path)
 
 
 def _source_digest() -> str:
@@ -199,16 +206,23 @@ def _source_digest() -> str:
     for path in sorted(root.rglob("*")):
         if path.suffix in (".py", ".js", ".css", ".md"):
             digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
+    digest.update(errata_text().encode())
     return digest.hexdigest()
 
 
 def _digest(part: str, config: ReproduceConfig, source: str) -> str:
-    data = None
-    if config.data is not None:
-        state = config.data.stat()
-        data = [str(config.data.resolve()), state.st_size, state.st_mtime_ns]
-    text = json.dumps([part, config.scale, data, source, version("torch"), version("altair")])
+    given = [_state(path) for path in (config.data, config.results, config.reality)]
+    text = json.dumps([part, config.scale, given, source, version("torch"), version("altair")])
     return blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _state(path: Path | None) -> list[list[Any]]:
+    """What tells a file, or the files of a folder, from others."""
+    if path is None:
+        return []
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    states = [(file, file.stat()) for file in files]
+    return [[str(file.resolve()), state.st_size, state.st_mtime_ns] for file, state in states]
 
 
 def _load(path: Path) -> Result | None:

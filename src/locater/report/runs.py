@@ -52,8 +52,14 @@ def run_sections(runs: Sequence[Run]) -> list[Section]:
 
 
 def run_labels(runs: Sequence[Run]) -> list[str]:
-    """Names of the folders or files, with the digest of the settings where two are alike."""
-    names = [run.config.digest if run.path is None else run.path.stem for run in runs]
+    """Names of the folders or files; where those are digests, the settings that differ."""
+    configs = [asdict(run.config) for run in runs]
+    apart = [name for name in configs[0] if len({str(config[name]) for config in configs}) > 1]
+    names = []
+    for run, config in zip(runs, configs, strict=True):
+        own = run.config.digest if run.path is None else run.path.stem
+        words = ", ".join(f"{name} {config[name]}".replace("_", " ") for name in apart)
+        names.append(words if own == run.config.digest and words else own)
     return [
         name if names.count(name) == 1 else f"{name} ({run.config.digest[:6]}, {place})"
         for place, (name, run) in enumerate(zip(names, runs, strict=True), 1)
@@ -85,7 +91,7 @@ def runs_chart(runs: Sequence[Run]) -> alt.ConcatChart:
     panels = []
     for name, title in _PANELS.items():
         values = [record for record in records if record["panel"] == name]
-        scale = alt.Scale(type="log" if name == "perplexity" else "linear", zero=False)
+        scale = alt.Scale(type="log") if name == "perplexity" else alt.Scale(zero=False)
         panels.append(
             alt.Chart(alt.Data(values=values))
             .mark_line(point=alt.OverlayMarkDef(size=12))

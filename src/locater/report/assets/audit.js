@@ -79,27 +79,27 @@
   function drawMaps() {
     const column = chosen("column"), change = chosen("mode") === "change";
     const all = audits.map(audit => audit.row.map((_, k) => shown(audit, k, column)));
-    const later = palette(all.slice(change ? 1 : 0).flat());
-    const first = change ? palette(all[0]) : later;
+    const colors = palette(all.slice(change ? 1 : 0).flat());
     audits.forEach((audit, which) => {
-      const colors = which ? later : first;
+      const plain = change && !which;  // what the others are held against has no change to show
+      audit.caption.textContent = audit.label + (plain ? " (the first: no change to show)" : "");
       audit.cells.forEach((cell, k) => {
-        const x = all[which][k], color = colors.color(x);
+        const x = all[which][k], color = plain ? "#bbbbbb" : colors.color(x);
         cell.style.background = color;
         cell.style.color = inkOn(color);
-        cell.textContent = typeof x === "string" ? x[0].toUpperCase() : "";
+        cell.textContent = typeof x === "string" && !plain ? x[0].toUpperCase() : "";
         const words = `layer ${audit.layers[audit.row[k]]}, head ${audit.head[k]}: ` +
           `${title(column)} ${change && which ? "change " : ""}${number(x)}`;
         cell.setAttribute("aria-label", words);
         cell.title = words;
       });
     });
-    drawScale(later, all.slice(change ? 1 : 0).flat(), column);
+    drawScale(colors, all.slice(change ? 1 : 0).flat(), (change ? "change of " : "") + title(column));
   }
 
-  function drawScale(colors, values, column) {
+  function drawScale(colors, values, name) {
     const box = byId("audit-scale");
-    box.replaceChildren(make("span", title(column) + ":"));
+    box.replaceChildren(make("span", name + ":"));
     if (colors.scheme) {
       const stops = [0, 0.25, 0.5, 0.75, 1].map(colors.scheme).join(",");
       box.append(make("span", colors.marks[0] + number(colors.low)),
@@ -155,7 +155,8 @@
     table.addEventListener("keydown", event => step(event, table, audit));
     const figure = document.createElement("figure"), box = make("div", "", {class: "table"});
     box.append(table);
-    figure.append(make("figcaption", audit.label), box);
+    audit.caption = make("figcaption", audit.label);
+    figure.append(audit.caption, box);
     return figure;
   }
 
@@ -295,7 +296,8 @@
 
   // two maps side by side where they fit, cells that a finger still hits where they do not
   function sizeCells() {
-    const room = byId("audit-maps").clientWidth / (several ? 2 : 1) - 90;
+    const width = byId("audit-maps").clientWidth;
+    const room = width / (several && width > 640 ? 2 : 1) - 90;
     const heads = Math.max(...audits.map(audit => new Set(audit.head).size));
     const size = Math.max(14, Math.min(22, Math.floor(room / heads) - 1));
     byId("audit-maps").style.setProperty("--cell", `${size}px`);
