@@ -141,6 +141,7 @@ def test_a_digest_names_the_settings_and_new_ones_leave_it_as_it_is() -> None:
         ({"learning_rate": 0.0}, "learning_rate must be positive"),
         ({"learning_rate": float("nan")}, "learning_rate must be positive"),
         ({"dropout": 1.0}, "dropout must be from 0"),
+        ({"weight_decay": float("nan")}, "weight_decay must be zero or more"),
         ({"scale_strength": -1.0}, "scale_strength must be zero or more"),
     ],
 )

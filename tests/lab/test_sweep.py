@@ -1,18 +1,23 @@
 """Sweeps repeat nothing, survive interruption and dead workers, and agree on every engine."""
 
+import contextlib
 import math
 import os
 import re
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from locater.errors import InputError
 from locater.lab import sweep as module
+from locater.lab.material import _corpus
 from locater.lab.presets import SWEEPS, Setting, Sweep
-from locater.lab.run import Run
+from locater.lab.run import Run, RunFolder
 from locater.lab.settings import TrainConfig
 from locater.lab.summary import Interval, markdown, summarize, update_page
 from locater.lab.sweep import SweepFolders, run_sweep
@@ -87,6 +92,54 @@ def test_a_run_that_diverged_is_a_result(
     (run,) = run_sweep([hot], folders, workers=1)
     assert run.has_diverged
     assert folders.finished(hot) is not None
+
+
+def test_runs_of_another_text_are_not_taken_for_this_one(
+    folders: SweepFolders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_this_process(monkeypatch)
+    run_sweep(CONFIGS[:1], folders, workers=1)
+    text = Path(folders.data)
+    text.write_text(text.read_text().replace("a", "z"))
+    _corpus.cache_clear()
+    with pytest.raises(InputError, match="was trained on another text"):
+        run_sweep(CONFIGS[:2], folders, workers=1)
+
+
+def test_a_folder_without_settings_is_no_obstacle(
+    folders: SweepFolders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_this_process(monkeypatch)
+    (folders.out / CONFIGS[0].digest).mkdir(parents=True)
+    (run,) = run_sweep(CONFIGS[:1], folders, workers=1)
+    assert run.final is not None
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from locater.lab.settings import TrainConfig
+from locater.lab.sweep import SweepFolders, run_sweep
+if __name__ == "__main__":
+    config = TrainConfig(corpus="text.txt", dim=4, tokens=8, batch=2, steps=10**7, measure_every=5)
+    run_sweep([config], SweepFolders(out=Path(sys.argv[1]), data=sys.argv[2]), workers=2)
+"""
+
+
+def test_workers_end_when_their_parent_is_killed(folders: SweepFolders, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, str(script), str(folders.out), folders.data]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    while process.poll() is None and not list(folders.out.glob("*/metrics.jsonl")):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.05)
+    process.kill()
+    process.wait()
+    (run,) = folders.out.iterdir()
+    folder = RunFolder(run)
+    folder.hold(60.0)  # nobody else holds it any more: the worker is gone
+    folder.release()
 
 
 def _die_once(self: module._Job, unit: int) -> Run:

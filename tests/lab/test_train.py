@@ -16,9 +16,9 @@ import torch
 
 from locater.audit import audit_model, audit_timeline
 from locater.core.penalty import LocAteRConfig
-from locater.errors import ConfigError, InputError
+from locater.errors import ConfigError, InputError, LocaterError
 from locater.lab.data import load_corpus
-from locater.lab.run import DivergedError, Run
+from locater.lab.run import DivergedError, Run, RunFolder
 from locater.lab.settings import TrainConfig
 from locater.lab.train import train
 from locater.lab.trained import load_trained
@@ -194,8 +194,60 @@ def test_a_loss_that_is_no_number_stops_and_names_the_layer(text: Path, tmp_path
     run = Run.load(tmp_path)
     assert run.has_diverged
     assert run.final is not None and run.final["layer"].startswith("layers.")
-    kept = sorted((tmp_path / "checkpoints").iterdir())
-    assert kept and kept[-1].name == f"step-{run.final['step']:08d}"
+    # the weights that the failed step began with are no good, those before them are
+    steps = [int(path.name.removeprefix("step-")) for path in (tmp_path / "checkpoints").iterdir()]
+    assert all(step < run.final["step"] for step in steps)
+
+
+def test_a_measurement_that_is_no_number_ends_the_run_too(text: Path, tmp_path: Path) -> None:
+    config = replace(SMALL, scale_strength=0.0, mean_strength=0.0, learning_rate=1e36, norm="none")
+    for steps, every in ((1, 5), (6, 1)):  # at the last step; at the first of several
+        out = tmp_path / str(steps)
+        with pytest.raises(DivergedError, match="not finite at step 1"):
+            finish(replace(config, steps=steps, measure_every=every), out, text)
+        assert Run.load(out).has_diverged
+
+
+def test_a_torn_line_of_metrics_is_made_again(text: Path, tmp_path: Path) -> None:
+    config = replace(SMALL, steps=6)
+    finish(config, tmp_path / "whole", text)
+    finish(config, tmp_path / "torn", text)
+    metrics = tmp_path / "torn" / "metrics.jsonl"
+    metrics.write_text(metrics.read_text()[:-9])  # as a full disk leaves it
+    assert Run.load(tmp_path / "torn").final is None
+    finish(config, tmp_path / "torn", text)
+    assert contents(tmp_path / "torn") == contents(tmp_path / "whole")
+
+
+def test_a_run_killed_before_its_settings_were_there_begins_again(
+    text: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "environment.json").write_text("{}")
+    (tmp_path / ".config.json.ab12").write_text('{"st')
+    assert finish(replace(SMALL, steps=2), tmp_path, text).final is not None
+
+
+def test_two_processes_do_not_train_in_one_folder(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = RunFolder(tmp_path)
+    other.hold()
+    monkeypatch.setattr(RunFolder.hold, "__defaults__", (0.2,))
+    with pytest.raises(LocaterError, match=r"another process is training in .*\nhint: wait for it"):
+        finish(replace(SMALL, steps=2), tmp_path, text)
+    other.release()
+    assert finish(replace(SMALL, steps=2), tmp_path, text).final is not None
+
+
+def test_settings_that_make_no_model_leave_no_folder(text: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="dim"):
+        finish(replace(SMALL, dim=9), tmp_path / "run", text)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ConfigError, match="checkpoint_every must be 1 or more"):
+        finish(SMALL, tmp_path / "run", text, every=0)
+    (tmp_path / "file").write_text("precious")
+    with pytest.raises(InputError, match="is a file"):
+        finish(SMALL, tmp_path / "file", text)
 
 
 def test_the_random_state_of_the_caller_is_left_alone(text: Path, tmp_path: Path) -> None:

@@ -97,6 +97,8 @@ class Meter:
         try:
             with self._watching():
                 record: Record = {"valid_loss": self._loss(self.valid, 1)}
+            if not math.isfinite(record["valid_loss"]):
+                return rounded(record)  # nothing else is a number either
             if is_final:
                 record["whole_valid_loss"] = self._loss(self.whole, self.whole.steps_per_epoch)
             if self.model.config.task == "vision":

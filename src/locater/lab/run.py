@@ -8,12 +8,13 @@ import os
 import platform
 import shutil
 import subprocess
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load, save
@@ -23,9 +24,15 @@ from locater.errors import InputError, LocaterError
 from locater.files import write_file
 from locater.lab.settings import TrainConfig
 
+try:
+    import fcntl
+except ImportError:  # pragma: no cover - not on Windows, where nothing is locked
+    fcntl = None  # type: ignore[assignment]
+
 Record = dict[str, Any]
 KEPT = 2
 """Checkpoints on disk: the last, and the one before it in case the last is damaged."""
+LOCK = ".lock"
 MODEL = {"model_type": "locater", "num_attention_heads": 1}
 """What stands beside a checkpoint's weights, so that `locater audit` reads it like any other."""
 
@@ -77,7 +84,8 @@ class Run:
                 config = TrainConfig.from_dict(json.loads((path / "config.json").read_text()))
                 environment = json.loads((path / "environment.json").read_text())
                 metrics = path / "metrics.jsonl"
-                lines = metrics.read_text().splitlines() if metrics.exists() else []
+                text = metrics.read_text() if metrics.exists() else ""
+                lines = text[: text.rfind("\n") + 1].splitlines()  # a torn last line is no record
             else:
                 first, *lines = path.read_text().splitlines()
                 head = json.loads(first)
@@ -131,10 +139,13 @@ class RunFolder:
         self.path, self.is_writer = path, is_writer
         self.metrics = path / "metrics.jsonl"
         self.checkpoints = path / "checkpoints"
+        self.lock: IO[str] | None = None
 
     def open(self, config: TrainConfig, environment: Record) -> None:
         """Make the folder, or check that it belongs to these settings and this corpus."""
         stored = self.path / "config.json"
+        if self.path.exists() and not self.path.is_dir():
+            raise InputError(f"{self.path} is a file.", hint="give a folder as --out.")
         if stored.exists():
             found = Run.load(self.path)
             if found.config != config:
@@ -145,13 +156,39 @@ class RunFolder:
                     hint="give the same --data, or another --out.",
                 )
             return
-        if self.path.exists() and any(self.path.iterdir()):
+        if self.path.exists() and not all(_is_beginning(one) for one in self.path.iterdir()):
             raise InputError(
                 f"{self.path} is not empty and holds no run.", hint="give an empty --out."
             )
         if self.is_writer:
             write_file(self.path / "environment.json", _pretty(environment))
             write_file(stored, _pretty(asdict(config)))
+
+    def hold(self, seconds: float = 5.0) -> None:
+        """Let no other process write here until `release`, or until this process ends."""
+        if not self.is_writer or fcntl is None:
+            return
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.lock = (self.path / LOCK).open("w")
+        until = time.monotonic() + seconds  # a worker whose parent was killed is about to leave
+        while True:
+            try:
+                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    self.release()
+                    raise LocaterError(
+                        f"another process is training in {self.path}.",
+                        hint="wait for it, end it, or give another --out.",
+                    ) from None
+                time.sleep(0.1)
+
+    def release(self) -> None:
+        """Others may write here again."""
+        if self.lock is not None:
+            self.lock.close()
+            self.lock = None
 
     def append(self, record: Record) -> None:
         """Add one record to the metrics."""
@@ -201,6 +238,11 @@ class RunFolder:
         for old in self._steps()[:-KEPT]:
             shutil.rmtree(old, ignore_errors=True)
 
+    def discard(self, step: int) -> None:
+        """Forget a checkpoint from which the very next step fails; the one before it is good."""
+        if self.is_writer:
+            shutil.rmtree(self.checkpoints / f"step-{step:08d}", ignore_errors=True)
+
     def restore(self) -> tuple[Checkpoint | None, list[str]]:
         """The newest whole checkpoint, and a sentence for every one that is damaged.
 
@@ -212,6 +254,10 @@ class RunFolder:
                 checkpoint = _read(place)
             except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
                 said.append(f"checkpoint {place.name} is damaged ({error}); taking an earlier one.")
+                continue
+            size = self.metrics.stat().st_size if self.metrics.exists() else 0
+            if size < checkpoint.metrics_bytes:
+                said.append(f"metrics end before checkpoint {place.name}; taking an earlier one.")
                 continue
             self._truncate(checkpoint.metrics_bytes)
             return checkpoint, said
@@ -230,6 +276,12 @@ class RunFolder:
     def _truncate(self, size: int) -> None:
         if self.is_writer and self.metrics.exists():
             os.truncate(self.metrics, size)
+
+
+def _is_beginning(path: Path) -> bool:
+    """What a run leaves that was killed before its settings were in place."""
+    names = ("config.json", "environment.json")
+    return path.name in (LOCK, *names) or path.name.startswith(tuple(f".{n}." for n in names))
 
 
 def describe_environment(corpus: Mapping[str, Any]) -> Record:

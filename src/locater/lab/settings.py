@@ -92,6 +92,11 @@ class TrainConfig:
                 f"learning_rate must be positive, got {self.learning_rate}.",
                 hint="the paper has 2.5e-5 at d = 128 and 1e-4 at d = 32.",
             )
+        if not 0 <= self.weight_decay < math.inf:
+            raise ConfigError(
+                f"weight_decay must be zero or more, got {self.weight_decay}.",
+                hint="the paper has 0.01.",
+            )
         if not 0 <= self.dropout < 1:
             raise ConfigError(
                 f"dropout must be from 0 to below 1, got {self.dropout}.", hint="the paper has 0.1."

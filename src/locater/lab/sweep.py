@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -15,7 +16,8 @@ from pathlib import Path
 import torch
 
 from locater.engines import Engine, run_units
-from locater.errors import LocaterError
+from locater.errors import InputError, LocaterError
+from locater.lab.material import load_material
 from locater.lab.run import DivergedError, Run
 from locater.lab.settings import TrainConfig
 
@@ -34,11 +36,12 @@ class SweepFolders:
 
     def finished(self, config: TrainConfig) -> Run | None:
         """The run of these settings, if it has come to its end."""
-        places = [self.out / config.digest]
+        places = [(self.out / config.digest, self.out / config.digest / "config.json")]
         if self.results is not None:
-            places.insert(0, self.results / f"{config.digest}.jsonl")
-        for place in places:
-            if place.exists():
+            published = self.results / f"{config.digest}.jsonl"
+            places.insert(0, (published, published))
+        for place, sign in places:
+            if sign.exists():
                 run = Run.load(place)
                 if run.final is not None and run.config == config:
                     return run
@@ -62,6 +65,8 @@ def run_sweep(
     """
     wanted = {config.digest: config for config in configs}
     found = {digest: run for digest, c in wanted.items() if (run := folders.finished(c))}
+    if len(found) < len(wanted):
+        _check_corpus(found.values(), folders.data)
     todo = [config for digest, config in wanted.items() if digest not in found]
     report(len(found), len(wanted))
     job = _Job(folders.out, folders.data, checkpoint_every, tuple(todo))
@@ -71,7 +76,7 @@ def run_sweep(
             local or job,
             range(len(todo)),
             engine=engine,
-            workers=workers,
+            workers=workers or (torch.cuda.device_count() if engine == "local" else 0) or None,
             ray_address=ray_address,
             gpus=1 if torch.cuda.is_available() else 0,
         ):
@@ -87,6 +92,17 @@ def run_sweep(
             if not (folders.results / f"{run.config.digest}.jsonl").exists():
                 run.export(folders.results)
     return [found[config.digest] for config in configs]
+
+
+def _check_corpus(runs: Iterable[Run], data: str) -> None:
+    """Refuse to join runs of another text that goes by the same name."""
+    for run in runs:
+        corpus = load_material(run.config, data).corpus
+        if run.environment.get("corpus", corpus) != corpus:
+            raise InputError(
+                f"run {run.config.digest} was trained on another text than {data}.",
+                hint="give the same --data, or another --out and no --results.",
+            )
 
 
 @dataclass(frozen=True)
@@ -122,6 +138,7 @@ class _Processes:
 
     job: _Job
     pools: dict[int, ProcessPoolExecutor] = field(default_factory=dict)
+    places: Iterator[int] = field(default_factory=itertools.count)
 
     def __call__(self, unit: int) -> Run:
         thread = threading.get_ident()
@@ -141,7 +158,7 @@ class _Processes:
             1,
             mp_context=multiprocessing.get_context("spawn"),
             initializer=_start_worker,
-            initargs=(len(self.pools), os.getpid()),
+            initargs=(next(self.places), os.getpid()),
         )
         return self.pools[thread]
 

@@ -70,48 +70,91 @@ def train(
     Batches, dropout and masks depend on seed and step alone, so that a checkpoint needs no state
     of a random generator.  Under `accelerate launch` every process takes its share of each batch.
     """
+    if checkpoint_every < 1:
+        raise ConfigError(
+            f"checkpoint_every must be 1 or more, got {checkpoint_every}.", hint="500 is usual."
+        )
     accelerator = _accelerator(config, out, trackers)
     material = load_material(config, data)
+    _check_processes(config, accelerator)
+    material.model(config)  # settings that make no model are refused before a folder is made
     folder = RunFolder(out, is_writer=accelerator.is_main_process)
     with accelerator.main_process_first():
         folder.open(config, describe_environment(material.corpus))
     found = folder.load() if (out / "config.json").exists() else None
     if found is not None and found.final is not None and not found.has_diverged:
         return found
-    loop = _Loop(config, material, accelerator)
+    folder.hold()
+    try:
+        _go_on(
+            _Loop(config, material, accelerator), folder, checkpoint_every, trackers, report, say
+        )
+    finally:
+        folder.release()
+    return folder.load()
+
+
+def _go_on(
+    loop: _Loop,
+    folder: RunFolder,
+    checkpoint_every: int,
+    trackers: Sequence[str],
+    report: Report,
+    say: Say,
+) -> None:
+    """From the newest whole checkpoint, or from the beginning, to the end."""
+    accelerator = loop.accelerator
     checkpoint, damage = folder.restore()
     for sentence in damage:
         say(sentence)
     accelerator.wait_for_everyone()
     loop.start(checkpoint, folder)
     if checkpoint is not None:
-        say(f"going on from step {checkpoint.step} of {config.steps}")
+        say(f"going on from step {checkpoint.step} of {loop.config.steps}")
     if trackers:
         kwargs = {"tensorboard": {"purge_step": loop.step}} if "tensorboard" in trackers else {}
         accelerator.init_trackers("tensorboard", init_kwargs=kwargs)
     with _own_dropout(accelerator.device):
         _run(loop, folder, checkpoint_every, report)
     accelerator.end_training()
-    return folder.load()
 
 
 def _run(loop: _Loop, folder: RunFolder, checkpoint_every: int, report: Report) -> None:
     """The steps that are left, measured and kept at their cadences."""
     config = loop.config
     while loop.step < config.steps:
-        began = time.perf_counter()
+        began, before = time.perf_counter(), loop.step
         try:
             loop.advance()
+            is_last = loop.step == config.steps
+            if loop.step % config.measure_every == 0 or is_last:
+                loop.record(folder, is_final=is_last)
         except DivergedError as error:
+            if before % checkpoint_every == 0:  # what was kept there led to this
+                folder.discard(before)
             folder.append({"step": error.step, "end": "diverged", "layer": error.layer})
             raise
-        is_last = loop.step == config.steps
-        if loop.step % config.measure_every == 0 or is_last:
-            loop.record(folder, is_final=is_last)
         if loop.step % checkpoint_every == 0 or is_last:
             loop.save(folder)
         loop.seconds += time.perf_counter() - began
         report(loop.progress())
+
+
+def _check_processes(config: TrainConfig, accelerator: Any) -> None:
+    """Refuse what would train otherwise than on one process."""
+    if accelerator.num_processes == 1:
+        return
+    if config.covariance == "running":
+        raise ConfigError(
+            "covariance='running' keeps the tokens' covariance of one process.",
+            hint="train on one process, or leave it out.",
+        )
+    is_sharded = str(accelerator.distributed_type).endswith("FSDP")
+    if is_sharded and config.stabilizer not in ("none", "qk-weight-decay"):
+        raise ConfigError(
+            f"{config.stabilizer} does not work on parameters in shards.",
+            hint="use DDP: models of the laboratory fit on every device.",
+        )
 
 
 class _Objective(nn.Module):
@@ -221,6 +264,8 @@ class _Loop:
         if self.loss_count:
             record["train_loss"] = self.loss_sum / self.loss_count
         record.update(meter.measure(is_final=is_final, predicts=is_final or is_due))
+        if record["valid_loss"] is None:  # no number
+            raise DivergedError(self.step, first_not_finite(_Objective(model), *self.share()))
         if is_final:
             record["end"] = "finished"
         folder.append(record)

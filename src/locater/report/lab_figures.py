@@ -9,6 +9,7 @@ from typing import Any
 
 import altair as alt
 
+from locater.errors import InputError
 from locater.lab.presets import Setting, Sweep
 from locater.lab.run import Run
 from locater.lab.settings import TrainConfig
@@ -28,17 +29,32 @@ _PANELS = {
 }
 
 
+def setting_name(setting: Setting) -> str:
+    """For a reader who does not know our labels."""
+    return NONE if setting.kappa is None else f"LocAteR {setting.label}"
+
+
 def size_note(config: TrainConfig) -> str:
     """What differs from the paper's settings, for the figure itself."""
-    paper = TrainConfig()
-    if config.steps == paper.steps:
-        return "the paper's size"
+    rate = 1e-4 if config.dim <= 32 else 2.5e-5
+    paper = TrainConfig(dim=config.dim, layers=config.layers, learning_rate=rate)
     words = "words" if config.vocabulary == "word" else "pieces (BPE)"
     size = f"{config.vocabulary_size:,} {words}" if config.vocabulary_size else f"all {words}"
-    return (
-        f"sized for a CPU: {config.steps:,} steps for 50,000, batch {config.batch} for 64, "
-        f"learning rate {config.learning_rate:g}, {size}; all else as in the paper"
-    )
+    parts = {
+        "steps": f"{config.steps:,} steps for {paper.steps:,}",
+        "batch": f"batch {config.batch} for {paper.batch}",
+        "learning_rate": f"learning rate {config.learning_rate:g} for {rate:g}",
+        "vocabulary_size": size,
+        "corpus": f"text: {config.corpus}",
+        "task": f"task: {config.task}",
+        "norm": f"norm: {config.norm}",
+        "tokens": f"{config.tokens} tokens for {paper.tokens}",
+    }
+    apart = [text for name, text in parts.items() if getattr(config, name) != getattr(paper, name)]
+    if not apart:
+        return "the paper's size"
+    small = "sized for a CPU: " if config.steps < paper.steps else ""
+    return f"{small}{', '.join(apart)}; all else as in the paper"
 
 
 def curve_records(sweep: Sweep, runs: Mapping[str, Run]) -> list[Record]:
@@ -65,8 +81,9 @@ def curves_chart(sweep: Sweep, runs: Mapping[str, Run]) -> alt.VConcatChart:
         )
         for reading in dict.fromkeys(record["reading"] for record in records)
     ]
-    count = max((len(_seeds(s, sweep, runs)) for s in sweep.settings), default=0)
-    subtitle = [size_note(sweep.settings[0].config), _band_note(count)]
+    counts = [len(_seeds(setting, sweep, runs)) for setting in sweep.settings]
+    note = f"{_band_note(counts)}; perplexity on one fixed batch of valid text"
+    subtitle = [size_note(sweep.settings[0].config), note]
     title = alt.Title(sweep.question, subtitle=subtitle, anchor="start")
     return alt.vconcat(*rows, title=title, spacing=24).resolve_scale(color="shared")
 
@@ -133,6 +150,11 @@ def comparison_chart(sweep: Sweep, runs: Mapping[str, Run]) -> alt.TopLevelMixin
 
 def lab_chart(sweep: Sweep, runs: Mapping[str, Run]) -> alt.TopLevelMixin:
     """The chart that a sweep is about."""
+    if not runs:
+        raise InputError(
+            f"no run of {sweep.name} is finished.",
+            hint="leave out --no-train, or name the results of others with --results.",
+        )
     if sweep.name.startswith("fig7"):
         return heat_chart(sweep, runs)
     return (curves_chart if sweep.name.startswith("fig") else comparison_chart)(sweep, runs)
@@ -211,7 +233,7 @@ def _heat_panel(setting: Setting, records: Sequence[Record]) -> alt.Chart:
         {**record, "until": record["step"] + width, "above": record["position"] + 1}
         for record in records
     ]
-    label = NONE if setting.kappa is None else f"LocAteR {setting.label}"
+    label = setting_name(setting)
     return (
         alt.Chart(alt.Data(values=values))
         .mark_rect()
@@ -243,7 +265,9 @@ def _reading_title(reading: str) -> str:
     }.get(reading, reading)
 
 
-def _band_note(seeds: int) -> str:
-    return (
-        f"mean of {seeds} seeds, band from the lowest to the highest" if seeds > 1 else "one seed"
-    )
+def _band_note(counts: Sequence[int]) -> str:
+    least, most = min(counts), max(counts)
+    if most == 1 == least:
+        return "one seed"
+    seeds = str(most) if least == most else f"{least} to {most}"
+    return f"mean of {seeds} seeds, band from the lowest to the highest"

@@ -20,7 +20,7 @@ from locater.report.audit_figures import audit_exports
 from locater.report.audit_page import audit_sections
 from locater.report.figures import specification
 from locater.report.lab_claims import curve_verdicts, stripes_verdict
-from locater.report.lab_figures import curves_chart, heat_chart
+from locater.report.lab_figures import curves_chart, heat_chart, setting_name
 from locater.report.page import Section
 from locater.report.part import Context, Result
 from locater.report.reality_figures import profile_panels, profile_records
@@ -66,7 +66,7 @@ def audit_part(context: Context) -> Result:
     for setting, path in _folders(context, sweep, runs):
         model, _ = load_trained(path, data=_data(context, sweep))
         audit = audit_model(model, tokens=model.config.length)
-        audits.append(replace(audit, name=_name(setting)))
+        audits.append(replace(audit, name=setting_name(setting)))
     sections = tuple(_audit_section(one) for one in audit_sections(audits))
     return Result(sections=sections, exports=audit_exports(audits))
 
@@ -89,12 +89,12 @@ def reality_part(context: Context) -> Result:
         printed.append(summary["rho_error_printed"])
         ours.append(summary["rho_error_full"])
         lines.append(
-            f"| {_name(setting)} | {summary['rho_error_printed']:.3f} | "
+            f"| {setting_name(setting)} | {summary['rho_error_printed']:.3f} | "
             f"{summary['rho_error_means']:.3f} | {ours[-1]:.3f} | {summary['rho_noise']:.3f} | "
             f"{summary['entropy']:.3f} | {summary['entropy_error_full']:.3f} |"
         )
         records += [
-            {**record, "panel": f"{_name(setting)}: {record['panel']}"}
+            {**record, "panel": f"{setting_name(setting)}: {record['panel']}"}
             for record in profile_records(found, heads=2)
         ]
     head = (
@@ -179,10 +179,6 @@ def _headline(section: Section, told: str) -> Section:
 def _range(values: Sequence[float]) -> str:
     low, high = (f"{value:.2g}" for value in (min(values), max(values)))
     return low if low == high else f"{low} to {high}"
-
-
-def _name(setting: Setting) -> str:
-    return "without LocAteR" if setting.kappa is None else f"LocAteR {setting.label}"
 
 
 def _settings(sweep: Sweep) -> str:
