@@ -217,7 +217,7 @@ def test_the_command_prints_json_a_table_and_a_page(
     page = tmp_path / "page.html"
     assert main(command(samples, "--exact", "--out", str(page))) == 0
     text = page.read_text()
-    assert "Theory against reality" in text and "full moments, exact law" in text
+    assert "Theory against reality" in text and "full moments, Gaussian law" in text
     assert main(command(samples, "--layers", r"\.1\.", "--out", str(tmp_path / "a.svg"))) == 0
 
 

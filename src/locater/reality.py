@@ -134,7 +134,7 @@ def layer_against_theory(samples: AttentionSamples, config: RealityConfig) -> La
     return LayerReality(
         name=layout.name,
         layer=layout.layer,
-        explained=process.explained or math.nan,
+        explained=math.nan if process.explained is None else process.explained,
         measured=measure(held_out, f"{layout.name}, measured"),
         in_sample=measure(own, f"{layout.name}, where estimated"),
         predictions=predictions,
@@ -231,7 +231,7 @@ def _predictions(
         yield "rotary", lambda: _gaussian(form, process, config, generator)
     if config.exact:
         yield "exact", lambda: _exact(form, process, config, generator)
-    yield "full_gaussian", lambda: _full(heads, config, None, exact=False)
+        yield "full_gaussian", lambda: _full(heads, config, None, exact=False)
     yield "full", lambda: _full(heads, config, generator, exact=config.exact)
     yield "given_query", lambda: _given_query(heads, config, generator)
 

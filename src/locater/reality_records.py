@@ -21,11 +21,14 @@ COLUMNS = {
     "means": "+ means, biases",
     "rotary": "+ rotation",
     "exact": "… exact law",
-    "full_gaussian": "full moments, Gaussian",
-    "full": "full moments, exact law",
+    "full_gaussian": "full moments, Gaussian law",
+    "full": "full moments",
     "given_query": "full moments, given the query",
 }
-"""What each prediction knows, from the paper's formula to full moments."""
+"""What each prediction knows, from the paper's formula to full moments.
+
+`full` has the exact law of the score where that was asked for, a Gaussian one otherwise.
+"""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -102,9 +102,53 @@ def test_fewer_or_more_queries_than_keys(asked: int, is_causal: bool) -> None:
     with Probe(model, queries="all") as probe:
         model(query, key, key, is_causal=is_causal)
     logits = logits_of(query, key, HEAD**-0.5, None, is_causal)
-    # without the flag the queries are the last ones of a cache; the flag counts from the start
-    first = 0 if is_causal else TOKENS - asked
-    assert_measures(probe.records, dense(logits, every_row(logits), first))
+    # the flag counts from the start; without it nobody knows which key is a query's own
+    truth = dense(logits, every_row(logits))
+    assert_measures(probe.records, truth, allow_no_place=not is_causal)
+    assert math.isnan(probe.records[0].distance) == (not is_causal)
+
+
+@pytest.mark.parametrize("queries", ["last", "all"])
+@pytest.mark.parametrize("asked", [4, 16])
+def test_keys_of_other_tokens_that_are_padded_leave_every_query_asking(
+    asked: int, queries: Any
+) -> None:
+    """Latents over a padded text: neither by the call nor by its mask are queries padding."""
+    query, key = randn(BATCH, HEADS, asked, HEAD), randn(BATCH, HEADS, TOKENS, HEAD, seed=1)
+    mask = (torch.arange(TOKENS) < torch.tensor([[3], [5], [TOKENS]]))[:, None, None]
+    model = Fused()
+    with Probe(model, queries=queries) as probe:
+        model(query, key, key, attn_mask=mask)
+    logits = logits_of(query, key, HEAD**-0.5, mask.expand(-1, 1, asked, -1), False)
+    rows = every_row(logits) if queries == "all" else last_rows(logits)
+    assert_measures(probe.records, dense(logits, rows), allow_no_place=True)
+    assert math.isnan(probe.records[0].distance)
+
+
+@pytest.mark.parametrize("is_fast", [False, True])
+def test_multihead_attention_over_other_tokens_is_no_self_attention(is_fast: bool) -> None:
+    model = nn.MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64).train(not is_fast)
+    query, key = randn(3, 4, 8), randn(3, 10, 8, seed=1)
+    hidden = torch.arange(10) >= torch.tensor([[3], [6], [10]])
+    with torch.set_grad_enabled(not is_fast), Probe(model, queries="all") as probe:
+        model(query, key, key, key_padding_mask=hidden)
+    assert [(one.rows, math.isnan(one.distance)) for one in probe.records] == [(12, True)] * 2
+    tokens = randn(3, 10, 8)
+    with torch.set_grad_enabled(not is_fast), Probe(model, queries="all") as probe:
+        model(tokens, tokens, tokens, key_padding_mask=hidden)
+    assert [(one.rows, math.isnan(one.distance)) for one in probe.records] == [(19, False)] * 2
+
+
+def test_random_queries_are_drawn_among_those_that_can_choose() -> None:
+    query, key = randn(2, BATCH, HEADS, TOKENS, HEAD)
+    real = torch.arange(TOKENS) >= TOKENS - 2
+    mask = real & torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+    model = Fused()
+    for kwargs in ({"is_causal": True}, {"attn_mask": mask}):
+        with Probe(model, queries=1) as probe:
+            for _ in range(30):  # none of them may stop the model
+                model(query, key, key, **kwargs)
+        assert probe.records[0].rows > 0
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import replace
 from itertools import pairwise
 from statistics import NormalDist
 from typing import Any
@@ -14,6 +15,7 @@ from tests.adapters.families import built, tokens
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig, LlamaModel, StaticCache
 
 from locater import (
     AlarmRules,
@@ -25,6 +27,7 @@ from locater import (
     TokenProcess,
     propagation,
 )
+from locater.adapters.probe import training_probe
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -416,8 +419,13 @@ def test_a_model_without_attention_says_so() -> None:
 
 def test_one_token_has_nothing_to_choose() -> None:
     model = Stack(1)
-    with Probe(model), pytest.raises(InputError, match=r"layers\.0: attention over 1 key"):
-        model(randn(2, 1, 8))
+    with Probe(model) as probe:
+        model(randn(2, 1, 8))  # no reason to stop the model
+    with pytest.raises(InputError, match=r"layers\.0: attention over 1 key"):
+        _ = probe.records
+    with probe:
+        model(randn(2, 5, 8))
+    assert {one.rows for one in probe.records} == {2}
 
 
 def test_rows_that_are_all_masked_are_ignored_and_an_error_if_there_are_no_others() -> None:
@@ -428,11 +436,10 @@ def test_rows_that_are_all_masked_are_ignored_and_an_error_if_there_are_no_other
         model(randn(3, 6, 8), mask)
     assert {one.rows for one in probe.records} == {12}
     mask[:] = False
-    with (
-        Probe(model, queries="all"),
-        pytest.raises(InputError, match=r"every measured row of layers\.0 is masked"),
-    ):
+    with Probe(model, queries="all") as probe:
         model(randn(3, 6, 8), mask)
+    with pytest.raises(InputError, match=r"layers\.0: every measured row is masked"):
+        _ = probe.records
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -445,6 +452,63 @@ def test_logits_that_are_no_numbers_name_the_layer_and_heads(bad: float) -> None
         pytest.raises(InputError, match=r"logits of layers\.1 are NaN or infinite in heads \[1\]"),
     ):
         model(randn(3, 6, 8))
+
+
+def test_in_training_loops_logits_that_are_no_numbers_are_an_alarm() -> None:
+    model = Stack()
+    probe = training_probe(model, {})
+    weight = model.layers[1].q_proj.bias  # type: ignore[union-attr]
+    with probe:
+        for value in (0.0, math.nan, math.nan, 0.0):
+            with torch.no_grad():
+                weight[5] = value  # type: ignore[index]
+            model.train()(randn(3, 6, 8))
+    assert [(one.rule, one.layer, one.head, one.forward) for one in probe.alarms] == [
+        ("not finite", 1, 1, 2)
+    ]
+    assert {one.rows for one in probe.records if one.layer == 1} == {6}
+
+
+def test_a_limit_of_zero_switches_a_rule_of_the_alarms_off() -> None:
+    model = Stack()
+    with torch.no_grad():
+        model.layers[0].q_proj.weight *= 60  # type: ignore[union-attr, operator]
+    rung = {}
+    for ratio in (0.0, 2.0):
+        rules = AlarmRules(logit_ratio=ratio, logit_limit=1e4, residual=0.0, entropy_share=0.0)
+        rules = replace(rules, logit_limit=10.0) if ratio else rules
+        with Probe(model, rules=rules) as probe:
+            model(randn(3, 6, 8))
+        rung[ratio] = len(probe.alarms)
+    assert rung[0.0] == 0 < rung[2.0]
+
+
+def test_inputs_of_all_attentions_together_stay_within_keep() -> None:
+    model = Stack(3)
+    size = 6 * 8 * 4  # a sequence
+    with Probe(model, keep=4 * size) as probe:
+        for _ in range(3):
+            model(randn(3, 6, 8))
+    kept = [probe.inputs(place).numel() * 4 for place in range(3)]
+    assert 0 < sum(kept) <= 4 * size
+
+
+def test_a_cache_with_room_ahead_is_read_up_to_its_tokens() -> None:
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, vocab_size=40,
+    )  # fmt: skip
+    ids = torch.randint(40, (3, 12), generator=torch.Generator().manual_seed(0))
+    seen = {}
+    for implementation in ("sdpa", "eager"):
+        model = LlamaModel._from_config(config, attn_implementation=implementation).eval()
+        model.load_state_dict(seen.setdefault("weights", model.state_dict()))
+        for cache in (None, StaticCache(config, max_cache_len=20)):
+            with torch.no_grad(), Probe(model, queries="all") as probe:
+                model(ids, past_key_values=cache, use_cache=cache is not None)
+            found = [(one.rows, one.entropy, one.distance) for one in probe.records]
+            for ours, plain in zip(found, seen.setdefault("found", found), strict=True):
+                assert ours == pytest.approx(plain, rel=1e-4)
 
 
 def test_compiled_models_are_refused_with_the_way_out() -> None:

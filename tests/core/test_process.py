@@ -15,7 +15,7 @@ from scipy import stats
 from torch import Tensor
 
 from locater import ConfigError, InputError, LocaterError, TokenProcess
-from locater.core.process import centered_kernel
+from locater.core.process import centered_kernel, squared_norm
 
 SEEDS = st.integers(0, 2**31)
 NAN = math.nan
@@ -426,3 +426,23 @@ def test_traces_find_a_kronecker_covariance_exactly() -> None:
     torch.testing.assert_close(
         kronecker(fitted.kernel, fitted.covariance), kronecker(kernel, sigma)
     )
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize("is_centered", [False, True])
+def test_the_norm_of_a_covariance_is_right_however_few_samples_there_are(
+    is_centered: bool, seed: int
+) -> None:
+    values = torch.linspace(0.2, 3.0, 40, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    ours, plain = [], []
+    for _ in range(400):
+        drawn = torch.randn(12, 40, generator=generator, dtype=torch.float64) * values.sqrt()
+        drawn = drawn - drawn.mean(0) if is_centered else drawn
+        ours.append(squared_norm(drawn, 12 - is_centered).item())
+        plain.append((drawn.mT @ drawn / (12 - is_centered)).square().sum().item())
+    limit = NormalDist().inv_cdf(1 - 1e-6 / 2)
+    for found, holds in ((ours, True), (plain, False)):  # its own norm is 3 times too large
+        sample = torch.tensor(found)
+        error = sample.std() / math.sqrt(len(sample))
+        assert (abs(sample.mean() - values.square().sum()) < limit * error) == holds

@@ -117,4 +117,4 @@ def test_the_first_query_has_the_first_key_only_under_a_causal_flag() -> None:
     flag = ScoredKeys(query=query, key=key, scale=1.0, is_causal=True)
     assert Asking.of(cache).first_key == 3
     assert Asking.of(flag).first_key == 0
-    assert Asking.of(cache, is_self=False).first_key == 0
+    assert Asking.of(cache, is_self=False).first_key is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from locater.adapters.attention_capture import Place
@@ -23,6 +24,7 @@ class AlarmBook:
 
     def check(self, forward: int, measured: Sequence[Measured]) -> None:
         """Hold one measured pass against the rules."""
+        self._ringing -= {("not finite", place.name, None) for place, sums, _ in measured if sums}
         findings = [*self._entropy(measured), *self._logits(measured), *self._rank(measured)]
         for rule, place, head, value, limit, is_broken, message in findings:
             key = (rule, place.name, head)
@@ -40,6 +42,24 @@ class AlarmBook:
                     )
                 )
             (self._ringing.add if is_broken else self._ringing.discard)(key)
+
+    def ring_not_finite(self, forward: int, place: Place, head: int, message: str) -> None:
+        """Logits that are no numbers: an alarm by themselves, until a pass is measured again."""
+        key = ("not finite", place.name, None)
+        if key not in self._ringing:
+            self._ringing.add(key)
+            self.alarms.append(
+                Alarm(
+                    rule="not finite",
+                    forward=forward,
+                    name=place.name,
+                    layer=place.layer,
+                    head=head,
+                    value=math.nan,
+                    limit=math.inf,
+                    message=message,
+                )
+            )
 
     def _entropy(self, measured: Sequence[Measured]) -> Iterator[Finding]:
         for place, sums, _ in measured:
@@ -73,7 +93,8 @@ class AlarmBook:
         if not heads:
             return
         middle = sorted(top for _, _, top in heads)[(len(heads) - 1) // 2]
-        apart = max(self.rules.logit_ratio * middle, self.rules.logit_limit / 5)
+        ratio = self.rules.logit_ratio or math.inf
+        apart = max(ratio * middle, self.rules.logit_limit / 5)
         limit = min(self.rules.logit_limit, apart)
         for place, head, top in heads:
             yield (

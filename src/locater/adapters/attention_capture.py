@@ -316,7 +316,9 @@ def _multihead_logits(frame: Frame, *args: Any, **kwargs: Any) -> Logits | None:
     if given["add_zero_attn"]:
         key = functional.pad(key, (0, 0, 0, 1))
     extra = int(given["bias_k"] is not None) + int(given["add_zero_attn"])
-    return _scored(query, key, given["key_padding_mask"], given["attn_mask"], extra)
+    is_self = given["query"] is given["key"] and given["static_k"] is None
+    masks = given["key_padding_mask"], given["attn_mask"]
+    return _scored(query, key, *masks, extra=extra, is_self=is_self)
 
 
 def _module_logits(
@@ -325,7 +327,9 @@ def _module_logits(
     """The logits of nn.MultiheadAttention, from its inputs and weights."""
     own: Any = frame.module
     if own.batch_first and query.ndim == 3:
-        query, key = query.transpose(0, 1), key.transpose(0, 1)
+        is_self = key is query
+        query = query.transpose(0, 1)
+        key = query if is_self else key.transpose(0, 1)
     return _multihead_logits(
         frame,
         *(query, key, key, own.embed_dim, own.num_heads, own.in_proj_weight, own.in_proj_bias),
@@ -339,7 +343,13 @@ def _module_logits(
 
 
 def _scored(
-    query: Tensor, key: Tensor, hidden: Tensor | None, mask: Tensor | None, extra: int
+    query: Tensor,
+    key: Tensor,
+    hidden: Tensor | None,
+    mask: Tensor | None,
+    *,
+    extra: int,
+    is_self: bool,
 ) -> Logits:
     """Queries and keys of PyTorch's own attention, whose boolean masks hide where they are true."""
     batch, heads, _, keys = (*query.shape[:3], key.shape[2])
@@ -355,6 +365,7 @@ def _scored(
         key=key.detach(),
         scale=1 / math.sqrt(query.shape[-1]),
         extra=extra,
+        is_self=is_self,
         masks=tuple(
             functional.pad(one, (0, more), value=one.dtype == torch.bool) if more else one
             for one, more in zip(visible, missing, strict=True)

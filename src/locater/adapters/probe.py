@@ -33,7 +33,7 @@ from locater.adapters.probe_records import (
 )
 from locater.adapters.recipes import RECIPES
 from locater.adapters.resolve import Recipe
-from locater.core.logit_rows import Asking, Logits
+from locater.core.logit_rows import Asking, Logits, ScoredKeys
 from locater.core.process import Fit, TokenProcess
 from locater.core.streaming import tally
 from locater.errors import ConfigError, InputError, LocaterError
@@ -63,13 +63,15 @@ class Probe:
         keep: int = 1 << 28,
         generator: torch.Generator | None = None,
         rules: AlarmRules | None = None,
+        strict: bool = True,
         recipes: Sequence[Recipe] = RECIPES,
     ) -> None:
         """Look at `queries` of each sequence, in one of `every` forward passes of the model.
 
         `queries` is "last" as in the paper, "all", or a number of random ones, drawn anew for
         every call from `generator`.  `when` limits it to the model's training or evaluation mode.
-        `keep` bytes of attention inputs in all are kept for `process`.
+        `keep` bytes of attention inputs in all are kept for `process`.  Logits that are NaN or
+        infinite are an error that ends the pass; with `strict=False` an alarm, and not counted.
         """
         _check(queries, every, when, keep)
         self.model, self.queries, self.every, self.when = model, queries, every, when
@@ -77,7 +79,9 @@ class Probe:
         found, self.skipped = _discovered(model, recipes)
         self._places = {one.module: Place.of(one.layout) for one in found if one.module is not None}
         self._names = {module: plain_name(path) for path, module in model.named_modules()}
-        self._keep = keep // max(len(self._places), 1)
+        self._keep, self._keep_each = keep, keep // max(len(self._places), 1)
+        self._strict = strict
+        self._empty: dict[str, LocaterError] = {}
         self._book = AlarmBook(rules or AlarmRules())
         self._seen: dict[str, Seen] = {}
         self._pass: dict[str, Seen] = {}
@@ -130,7 +134,7 @@ class Probe:
 
     def reset(self) -> None:
         """Forget what was measured; the alarms, and what they compare with, stay."""
-        self._seen, self.measured = {}, 0
+        self._seen, self._empty, self.measured = {}, {}, 0
 
     def gather(self) -> None:
         """Make every rank's results those of all ranks together; each rank has to call this.
@@ -260,34 +264,52 @@ class Probe:
 
     def _heard(self, place: Place, logits: Logits) -> Asking:
         """Measure one attention call; what it knows of padding is for the tokens' turn."""
-        asked = logits.shape[2]
-        queries: Literal["last", "all"] | Tensor
-        if isinstance(self.queries, int):
-            order = torch.randperm(asked, generator=self.generator)
-            queries = order[: self.queries].sort().values
-        else:
-            queries = self.queries
+        scored = logits if isinstance(logits, ScoredKeys) else None
+        own = scored.is_self if scored else None
+        if own is None:  # the call does not say: a recipe does, a flag, or as many queries as keys
+            is_square = logits.shape[2] == logits.shape[3] or (scored and scored.is_causal)
+            own = place.kind == "self" and bool(place.layout is not None or is_square)
         with _no_autocast(logits.device):
-            asking = Asking.of(logits, is_self=place.kind == "self")
+            asking = Asking.of(logits, is_self=own)
             try:
-                sums = tally(logits, queries, asking=asking)
-            except InputError as error:
-                raise InputError(f"{place.name}: {error.message}", hint=error.hint) from error
-        if sums is None:
-            raise InputError(
-                f"every measured row of {place.name} is masked, but for one key at most.",
-                hint="check the attention mask: true means visible in "
-                "scaled_dot_product_attention, hidden in nn.MultiheadAttention.",
-            )
+                sums = tally(logits, self._asked(logits, asking), asking=asking)
+                if sums is None:
+                    raise InputError(
+                        "every measured row is masked, but for one key at most.",
+                        hint="check the attention mask: true means visible in "
+                        "scaled_dot_product_attention, hidden in nn.MultiheadAttention.",
+                    )
+            except InputError as error:  # said when results are asked for, if this was all
+                self._empty[place.name] = InputError(
+                    f"{place.name}: {error.message}", hint=error.hint
+                )
+                return asking
         bad = (~torch.isfinite(sums.entropy.values + sums.max_logit)).nonzero()[:, 0].tolist()
         if bad:
-            raise InputError(
+            fault = InputError(
                 f"the logits of {place.name} are NaN or infinite in heads {bad}.",
                 hint="look at the inputs and weights of this layer; a lower learning rate or "
                 "bfloat16 instead of float16 often helps.",
             )
+            if self._strict:
+                raise fault
+            self._book.ring_not_finite(self.forwards, place, bad[0], fault.message)
+            return asking
         self._pass.setdefault(place.name, Seen(place)).add(Seen(place, sums))
         return asking
+
+    def _asked(self, logits: Logits, asking: Asking) -> Literal["last", "all"] | Tensor:
+        """The queries to look at: random ones are drawn among those that may have a choice."""
+        if not isinstance(self.queries, int):
+            return self.queries
+        may = torch.ones(logits.shape[2], dtype=torch.bool)
+        if asking.asks is not None:
+            may = asking.asks.any(0).cpu()
+        if isinstance(logits, ScoredKeys) and logits.is_causal:
+            may[0] = False  # it sees itself alone
+        places = may.nonzero()[:, 0] if bool(may.any()) else torch.arange(len(may))
+        order = torch.randperm(len(places), generator=self.generator)
+        return places[order[: self.queries]].sort().values
 
     def _left(self, place: Place, tokens: Tensor, heard: list[Asking]) -> None:
         """Measure the tokens that an attention was given, and keep some of them."""
@@ -297,8 +319,16 @@ class Probe:
         with torch.no_grad(), _no_autocast(tokens.device):
             mine = self._pass.setdefault(place.name, Seen(place))
             mine.ranks.append(token_rank(tokens, asks).cpu())
-            held = self._seen[place.name].inputs if place.name in self._seen else []
-            room = self._keep - sum(one.numel() * one.element_size() for one in held)
+            every = [*self._seen.values(), *self._pass.values()]
+            held = [
+                (one.place.name == place.name, part.numel() * part.element_size())
+                for one in every
+                for part in one.inputs
+            ]
+            room = min(
+                self._keep - sum(size for _, size in held),
+                self._keep_each - sum(size for is_mine, size in held if is_mine),
+            )
             whole = tokens if asks is None else tokens[asks.all(1)]
             whole = whole if whole.dtype == torch.float64 else whole.float()
             size = whole.shape[1] * whole.shape[2] * whole.element_size()
@@ -306,8 +336,11 @@ class Probe:
                 mine.inputs.append(whole[: room // size].to("cpu", copy=True))
 
     def _results(self) -> list[Seen]:
-        if self._seen:
-            return list(self._seen.values())
+        found = [seen for seen in self._seen.values() if seen.sums is not None or not self._empty]
+        if found:
+            return found
+        for error in self._empty.values():
+            raise error
         if not self.measured:
             raise LocaterError(
                 f"{type(self.model).__name__} has not been run since the probe was attached.",
@@ -335,8 +368,8 @@ class Probe:
 
 
 def training_probe(model: nn.Module, settings: Mapping[str, Any] | None) -> Probe:
-    """A probe for training loops: in training only, and no inputs kept unless asked for."""
-    chosen: dict[str, Any] = {"when": "training", "keep": 0, **(settings or {})}
+    """A probe for training loops: in training only, no inputs kept, never the end of a run."""
+    chosen: dict[str, Any] = {"when": "training", "keep": 0, "strict": False, **(settings or {})}
     return Probe(model, **chosen)
 
 

@@ -283,7 +283,7 @@ def _labels(places: list[Place]) -> list[str]:
     return [place.name or "model" for place in places]
 
 
-Rule = Literal["entropy", "logits", "rank"]
+Rule = Literal["entropy", "logits", "rank", "not finite"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,8 @@ class ScoredKeys:
     """Query i sees keys 0…i, however many queries and keys there are."""
     extra: int = 0
     """Keys after those of the tokens, which belong to no token."""
+    is_self: bool | None = None
+    """Whether queries and keys come from the same tokens; None where the call does not say."""
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -120,8 +122,8 @@ Logits = ScoredKeys | SeenLogits
 class Asking:
     """Which queries ask at all, and which key is theirs."""
 
-    first_key: int = 0
-    """The key that belongs to the first query, for distances."""
+    first_key: int | None = None
+    """The key that belongs to the first query, for distances; None where none does."""
     asks: Bool[Tensor, "batch queries"] | None = None
     """False for padding; None where every query asks."""
 
@@ -129,16 +131,21 @@ class Asking:
     def of(cls, attention: Logits, *, is_self: bool = True) -> Asking:
         """In self-attention the last query has the last key; one whose key nobody sees is padding.
 
-        Under a causal flag, which counts from the start, the first query has the first key.
+        Under a causal flag, which counts from the start, the first query has the first key.  Behind
+        the last key that anybody sees is the free part of a cache, which belongs to no query.
         """
         if not is_self:
             return cls()
         _, _, queries, keys = attention.shape
         is_causal = isinstance(attention, ScoredKeys) and attention.is_causal
         keys -= attention.extra if isinstance(attention, ScoredKeys) else 0
-        first = 0 if is_causal or keys < queries else keys - queries
         real = attention.real_keys()
-        return cls(first, None if real is None else real[:, first : first + queries])
+        if real is not None and queries < keys:
+            used = real[:, :keys].any(0).nonzero()
+            keys = max(int(used.max()) + 1 if len(used) else keys, queries)
+        first = 0 if is_causal or keys < queries else keys - queries
+        asks = None if real is None else real[:, first : first + queries]
+        return cls(first, asks if asks is None or asks.shape[1] == queries else None)
 
 
 def _four_axes(mask: Tensor) -> Tensor:

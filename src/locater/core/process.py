@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -228,21 +229,29 @@ def _clipped(matrix: Float[Tensor, "size size"]) -> Float[Tensor, "size size"]:
     return matrix if values[0] >= 0 else (vectors * values.clamp_min(0)) @ vectors.mT
 
 
+def squared_norm(flat: Float[Tensor, "samples values"], freedom: int) -> Tensor:
+    """‖C‖²_F of the covariance, without what the noise of few samples adds to that of their own.
+
+    Unbiased for Gaussian samples; `freedom` is their number, less one where they were centered.
+    """
+    squares = torch.zeros((), dtype=torch.float64, device=flat.device)
+    for block in flat.split(1024):
+        squares += (block @ flat.mT).square().sum()
+    trace = flat.square().sum() / freedom
+    shrink = freedom**2 / max((freedom - 1) * (freedom + 2), 1)
+    return shrink * (squares / freedom**2 - trace.square() / freedom)
+
+
 def _explained(
     spread: Float[Tensor, "samples tokens model"],
     kernel: Float[Tensor, "tokens tokens"],
     sigma: Float[Tensor, "model model"],
     freedom: int,
 ) -> float:
-    """⟨C, K⊗Σ⟩² / (‖C‖² ‖K⊗Σ‖²); ‖C‖² without the noise that finitely many samples add to it."""
-    count = spread.shape[0]
-    flat = spread.flatten(1)
-    squares = torch.zeros((), dtype=torch.float64, device=flat.device)
-    for block in flat.split(1024):
-        squares += (block @ flat.mT).square().sum()
-    own = flat.square().sum(1).square().sum()
-    pairs = (squares - own).clamp_min(torch.finfo(torch.float64).tiny)
-    norm = pairs / (count * (count - 1)) * (count / freedom) ** 2
+    """⟨C, K⊗Σ⟩² / (‖C‖² ‖K⊗Σ‖²); NaN where the samples are too few to tell."""
+    norm = squared_norm(spread.flatten(1), freedom)
+    if not norm > 0:
+        return math.nan
     product = torch.einsum("nsm,ntm->st", (spread @ sigma), spread).mul(kernel).sum() / freedom
     model_norm = kernel.square().sum() * sigma.square().sum()
     return min(1.0, (product.square() / (norm * model_norm)).item())

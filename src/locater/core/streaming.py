@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Literal
@@ -74,7 +75,8 @@ class Ratio:
         middle = (self.mean * self.sequences + 0.5) / (self.sequences + 1)
         least = (middle * (1 - middle) / self.sequences).sqrt()
         error = self.standard_error
-        return torch.where((self.mean <= 0) | (self.mean >= 1), least, error)
+        is_edge = ((self.mean <= 0) | (self.mean >= 1)) & (self.sequences >= 2)
+        return torch.where(is_edge, least, error)
 
 
 @dataclass(eq=False)
@@ -232,7 +234,9 @@ class _Block:
         # Definition 1 on the keys that the query sees: 0 <= (ω_i − mean ω + 1)/T <= 1
         score = filled - ((filled.sum(-1) / count.clamp_min(1)) - 1)[..., None]
         gates = (score >= 0) & (score <= count[..., None]) & visible
-        place = (queries + self.asking.first_key)[:, None] - torch.arange(keys, device=device)
+        first_key = self.asking.first_key
+        place = (queries + (first_key or 0))[:, None] - torch.arange(keys, device=device)
+        place = place.abs().to(logits.dtype) * (math.nan if first_key is None else 1)
         first = visible.to(torch.uint8).argmax(-1, keepdim=True).expand(*top.shape, 1)
         rows = torch.ones_like(entropy) * counted
         by_key = {
@@ -248,7 +252,7 @@ class _Block:
             "entropy": entropy.sum(2),
             "log_keys": (rows * count.clamp_min(1).to(_exact(count)).log()).sum(2),
             "sink": weights.gather(-1, first)[..., 0].sum(2),
-            "distance": weights.flatten(2) @ place.abs().to(weights.dtype).flatten(),
+            "distance": weights.flatten(2) @ place.to(weights.dtype).flatten(),
             **{name: functional.pad(one, (0, missing)) for name, one in by_key.items()},
             **_by_theta(gates, visible, torch.where(counted, count, 0)),
         }
