@@ -10,10 +10,18 @@ from statistics import NormalDist
 
 import pytest
 import torch
-from tests.adapters.families import FAMILIES, built, watched
+from safetensors.torch import save_file
+from tests.adapters.families import FAMILIES, built, shaken, watched
 from torch import Tensor, nn
 
-from locater import QKForm, Rotary, TokenProcess, attention_entropy, propagation
+from locater import (
+    QKForm,
+    Rotary,
+    TokenProcess,
+    attention_entropy,
+    predicted_attention,
+    propagation,
+)
 from locater.adapters.modules import discover, find_attention
 from locater.adapters.norms import norms
 from locater.audit import Audit, HeadRecord, audit_checkpoint, audit_model, named_process
@@ -137,6 +145,43 @@ def test_the_norm_before_an_attention_makes_what_it_reads(name: str) -> None:
         torch.testing.assert_close(
             unit.square().mean(-1), torch.ones(unit.shape[:-1]).to(unit), rtol=0, atol=1e-3
         )
+
+
+TEXT = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 40,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}  # fmt: skip
+VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "image_size": 8,
+          "num_attention_heads": 4, "patch_size": 4}  # fmt: skip
+SEVERAL = {
+    "Nemotron": TEXT,
+    "PaliGemma": {"text_config": {"model_type": "gemma", **TEXT},
+                  "vision_config": {"model_type": "siglip_vision_model", **VISION}},
+    "Gemma3": {"text_config": {"model_type": "gemma3_text", **TEXT},
+               "vision_config": {"model_type": "siglip_vision_model", **VISION}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", SEVERAL)
+def test_gains_are_those_of_the_norms_in_every_tower(family: str) -> None:
+    import transformers
+
+    config = getattr(transformers, f"{family}Config")(**SEVERAL[family])
+    model = shaken(transformers.AutoModel.from_config(config))
+    layers = Layers.of_model(model)
+    assert len(layers.norms) == (2 if family == "Nemotron" else 4)
+    given = torch.randn(32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    unit = (given - given.mean()) / given.std(correction=0)
+    for layout in layers.layouts:
+        norm = layers.norms.get(layout.name)
+        if norm is None:  # SigLIP's pooling, whose place is not certain
+            continue
+        tensors = layers.tensors(layout)
+        gain, shift = layers.gain(layout, tensors)
+        assert gain is not None
+        name = norm.weight.removesuffix(".weight")
+        (own,) = (one for at, one in model.named_modules() if at.endswith(name))
+        with torch.no_grad():
+            made = own(unit) - (0 if shift is None else shift)
+        torch.testing.assert_close(unit * gain, made, rtol=1e-4, atol=1e-4)  # its epsilon
 
 
 def test_norms_are_found_where_their_place_is_certain() -> None:
@@ -386,11 +431,53 @@ def test_models_without_attention_say_what_was_seen(tmp_path: Path) -> None:
     with pytest.raises(LocaterError, match=r"no recipe finds queries and keys .* weight") as caught:
         audit_model(nn.Linear(4, 4))
     assert "Recipe(" in str(caught.value)
-    from safetensors.torch import save_file
-
     save_file({"strange.<b>.thing": torch.zeros(3, 3)}, tmp_path / "model.safetensors")
     with pytest.raises(LocaterError, match=r"strange\.<b>\.thing"):
         audit_checkpoint(tmp_path)
+
+
+def test_turned_keys_of_measured_tokens_have_each_their_own_distance() -> None:
+    model = live("llama")
+    first = find_attention(model)[0]
+    generator = torch.Generator().manual_seed(0)
+    root = torch.randn(32, 32, generator=generator, dtype=torch.float64) / 3
+    mean = torch.randn(16, 32, generator=generator, dtype=torch.float64)
+    process = dataclasses.replace(
+        TokenProcess.random_walk(16, covariance=root @ root.mT), mean=mean
+    )
+    audit = audit_model(model, tokens=16, processes={first.layout.name: process})
+    rows = [row for row in audit.rows if row.name == first.layout.name]
+    form = first.form(distances=16)
+    assert form.rotary is not None
+    exact = propagation(form, process, method="gaussian").rho
+    torch.testing.assert_close(torch.tensor([row.rho for row in rows]).double(), exact)
+    law = predicted_attention(form, process, law="exact", draws=4000)
+    for row, entropy, error in zip(rows, law.entropy, law.entropy_error, strict=True):
+        assert row.entropy is not None and row.entropy_error is not None
+        deviation = math.hypot(row.entropy_error, error.item())
+        assert abs(row.entropy - entropy.item()) < Z_LIMIT * deviation
+    still = propagation(dataclasses.replace(form, rotary=None), process, method="gaussian").rho
+    assert (still - exact).abs().max() > 0.05  # a twin: at one distance it is another head
+
+
+def test_layers_that_the_config_counts_and_the_file_lacks_are_named(tmp_path: Path) -> None:
+    model = built("llama")
+    model.save_pretrained(tmp_path)
+    kept = {k: v for k, v in model.state_dict().items() if "layers.1." not in k}
+    save_file(kept, tmp_path / "model.safetensors")
+    audit = audit_checkpoint(tmp_path, tokens=8)
+    (skipped,) = audit.skipped
+    assert skipped.name == "layer 1" and "counts 2 layers" in skipped.reason
+    assert "1 could not be read" in audit.summary
+
+
+def test_a_norm_of_nan_is_skipped_and_named(tmp_path: Path) -> None:
+    model = built("llama")
+    with torch.no_grad():
+        model.layers[1].input_layernorm.weight[0] = math.nan
+    audit = audit_model(model, tokens=8)
+    (skipped,) = audit.skipped
+    assert "norm before" in skipped.reason and {row.layer for row in audit.rows} == {0}
 
 
 def test_a_layer_of_nan_is_skipped_and_named(tmp_path: Path) -> None:

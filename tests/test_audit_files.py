@@ -8,6 +8,7 @@ import io
 import json
 import math
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,6 +90,7 @@ ARCHITECTURES: dict[str, tuple[str, bool, dict[str, float]]] = {
     "granite": ("granite", True, {"attention__scale": 0.2}),
     "cohere": ("command-r", False, {}),  # its pairs lie side by side in every format
     "qwen2": ("qwen2", False, {}),
+    "gemma": ("gemma", False, {"attention__key_length": 16}),
 }
 """By family: what llama.cpp calls it, whether its converter reorders heads, what else it stores."""
 
@@ -108,7 +110,7 @@ def test_gguf_has_the_rows_of_the_model_it_came_from(family: str, tmp_path: Path
                 if is_reordered:  # the halves of a head's rotary pairs side by side
                     rows = rows.unflatten(0, (-1, 2, 4)).transpose(1, 2).reshape(rows.shape)
                 tensors[f"blk.{layer}.attn_{side}.{leaf}"] = (rows, kind)
-        gain = block.input_layernorm.weight.detach().float()
+        gain = block.input_layernorm.weight.detach().float() + (family == "gemma")
         tensors[f"blk.{layer}.attn_norm.weight"] = (gain, kind)
     path = tmp_path / "tiny.gguf"
     said = {
@@ -390,3 +392,29 @@ def test_summaries_count_what_they_say(audit: Audit) -> None:
     assert "T = 16" in audit.summary
     low, high = (f(row.entropy for row in audit.rows) for f in (min, max))
     assert f"{low:.2f} to {high:.2f} of at most {math.log(16):.2f} nats" in audit.summary
+
+
+def test_heads_whose_biases_alone_changed_have_changed() -> None:
+    before, after = built("gpt2"), built("gpt2")
+    after.load_state_dict(before.state_dict())
+    with torch.no_grad():
+        after.h[1].attn.c_attn.bias[:8] += 3.0
+    found = compare_checkpoints(before, after, tokens=16)
+    assert {row.layer for row in found.rows if row.has_moved} == {1}
+    assert "0 of" not in found.summary
+
+
+def test_one_checkpoint_that_cannot_be_read_does_not_end_a_timeline(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (200, 1000, 30):
+        place = tmp_path / f"checkpoint-{step}"
+        shutil.copytree(folder, place)
+    (tmp_path / "checkpoint-30" / "model.safetensors").write_bytes(b"short")
+    paths = [str(path) for path in sorted(tmp_path.iterdir())]
+    assert paths[0].endswith("-1000")  # as a shell lists them
+    assert main(["audit", *paths, "--tokens", "16", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert "left out" in captured.err and "checkpoint-30" in captured.err
+    names = json.loads(captured.out)["checkpoints"]
+    assert [name.rpartition("-")[2] for name in names] == ["200", "1000"]

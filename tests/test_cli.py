@@ -1,7 +1,9 @@
 import json
 import math
+import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from locater import QKForm, TokenProcess, propagation
 from locater.cli import _COMMANDS, main
 from locater.commands.terminal import print_json
+from locater.files import write_file
 
 THEORY = ["theory", "--xi", "5", "--eta", "0.1", "--tokens", "40", "--dim", "128"]
 
@@ -120,3 +123,28 @@ def test_flags_that_cannot_work_are_refused_before_the_work(
     assert main(arguments) == 1
     told = capsys.readouterr().err
     assert any(word in told for word in ("cannot write", "no map", "no checkpoint is named"))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs the device /dev/full (Linux)")
+def test_output_that_does_not_fit_is_an_error_of_one_line() -> None:
+    command = f"{sys.executable} -m locater.cli theory --xi 5 --eta 0.1 --json > /dev/full"
+    result = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: the output cannot be written: No space left")
+
+
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    found: list[str] = []
+    reader = threading.Thread(target=lambda: found.append(pipe.read_text()))
+    reader.start()
+    write_file(pipe, "rows")
+    reader.join()
+    assert found == ["rows"] and pipe.is_fifo()
+
+
+def test_names_from_files_move_no_cursor(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", "nowhere/\x1b[2J\x07"]) == 1
+    told = capsys.readouterr().err
+    assert "\x1b" not in told and "\x07" not in told and "\nhint: " in told

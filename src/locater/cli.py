@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from locater.commands.terminal import say
+from locater.commands.terminal import plain, say
 from locater.errors import LocaterError
 
 # a command is `run` in the module of its name in locater.commands; its summary, its example
@@ -59,6 +60,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+            raise
+        say(f"error: the output cannot be written: {error.strerror}.\nhint: make room.")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return code
 
 
@@ -78,7 +85,7 @@ def _main(arguments: list[str]) -> int:
     try:
         import_module(f"locater.commands.{arguments[0]}").run(arguments[1:])
     except LocaterError as error:
-        say(f"error: {error}")
+        say(plain(f"error: {error}"))
         return 1
     except KeyboardInterrupt:
         say("interrupted; run the same command again to go on.")

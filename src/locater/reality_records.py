@@ -166,6 +166,20 @@ class Reality:
         made = {name for layer in self.layers for name in layer.predictions}
         return [name for name in COLUMNS if name in made]
 
+    def warnings(self) -> list[str]:
+        """What the predictions leave out, as far as it is known or seen in the logits."""
+        told: dict[str, list[str]] = {}
+        for layer in self.layers:
+            for caveat in layer.caveats:
+                told.setdefault(caveat, []).append(layer.name)
+            if layer.logit_gap > 0.05:
+                words = "logits of the form differ from the model's own: it leaves something out"
+                told.setdefault(words, []).append(f"{layer.name} ({layer.logit_gap:.2f} s.d.)")
+        return [
+            f"{caveat} [{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}]"
+            for caveat, names in told.items()
+        ]
+
     def layer_rows(self) -> list[dict[str, Any]]:
         """Averages over the heads of each layer."""
         results = []

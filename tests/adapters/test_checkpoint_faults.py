@@ -232,3 +232,44 @@ def test_base_without_an_adapter_is_a_caveat(tmp_path: Path) -> None:
     with open_checkpoint(tmp_path, base="b", config={"n_head": 1}) as checkpoint:
         unused = f"a base was given and not used: {tmp_path} is not an adapter"
         assert checkpoint.caveats == (unused,)
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        {"rope_scaling": "linear", "rope_parameters": None},
+        {"rope_theta": "abc", "rope_parameters": None},
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0}},
+        {"layer_types": 3},
+        {"num_key_value_heads": "x"},
+        {"num_attention_heads": [4]},
+        {"head_dim": {"a": 1}},
+    ],
+)
+def test_values_of_a_config_that_make_no_sense_are_no_crash(
+    nonsense: dict[str, Any], tmp_path: Path
+) -> None:
+    from tests.adapters.families import built
+
+    built("llama").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | nonsense))
+    try:
+        audit = audit_checkpoint(tmp_path, tokens=8)
+    except LocaterError as error:
+        assert error.hint
+    else:  # what does not matter may be anything
+        assert audit.rows
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_a_pickle_that_is_called_safetensors_is_refused(is_zip: bool, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    torch.save({"a": torch.zeros(2)}, path, _use_new_zipfile_serialization=is_zip)
+    with pytest.raises(LocaterError, match=r"named \.safetensors, but it is a pickle"):
+        audit_checkpoint(path)
+
+
+def test_too_many_tokens_are_refused_before_their_kernel_is_made() -> None:
+    with pytest.raises(LocaterError, match="131,072 tokens are too many"):
+        audit_checkpoint("nowhere", tokens=131_072)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ class _Seen:
 
     inputs: Tensor | None = None
     logits: Tensor | None = None
+    begun: set[int] = field(default_factory=set)
 
     def put(self, done: int, blocks: int, keep: int, tokens: Tensor, rows: Tensor) -> None:
         """Store a batch that begins at block `done`."""
@@ -44,6 +45,12 @@ class _Seen:
                 f"logits of {tuple(rows.shape)} follow logits of {tuple(self.logits.shape)}.",
                 hint="every block must run through each attention once, with all its tokens.",
             )
+        if done in self.begun:
+            raise InputError(
+                "an attention runs several times in a pass (layers that share their weights).",
+                hint="theory is held against each layer's own tokens; use Probe to measure.",
+            )
+        self.begun.add(done)
         self.logits[done : done + len(rows)] = rows
         self.inputs[done : done + len(tokens)] = tokens[: max(keep - done, 0)]
 
@@ -91,6 +98,13 @@ def collect(
                 watch.start(nn.Identity())  # the model's own hooks have yet to run
                 try:
                     model(part)
+                except (RuntimeError, IndexError, ValueError, TypeError) as error:
+                    reason = str(error).strip().splitlines() or [type(error).__name__]
+                    raise LocaterError(
+                        f"the model fails on blocks of {part.shape[1]} tokens: {reason[0][:200]}",
+                        hint="use fewer tokens than the model has positions, and a model that "
+                        "takes token ids alone.",
+                    ) from error
                 finally:
                     watch.stop()
             done += len(part)

@@ -52,6 +52,8 @@ def load_model(source: str | Path) -> tuple[nn.Module, Any]:
         talk.set_verbosity(level)
         if was_verbose:
             talk.enable_progress_bar()
+    if getattr(model.config, "is_encoder_decoder", False):
+        model = model.get_encoder()  # a text alone feeds the encoder
     if hasattr(model.config, "use_cache"):
         model.config.use_cache = False
     return model.eval(), tokenizer

@@ -22,6 +22,8 @@ _BESIDE = (
     "layernorm_before",  # ViT
     "layer_norm1",  # CLIP, SigLIP
 )
+_ADDS_ONE = ("gemma", "gemma2", "gemma3", "gemma3_text", "recurrent_gemma", "paligemma", "nemotron")
+"""Model types whose norm multiplies with 1 + weight; gemma3n and gemma4 do not."""
 _NORMED_AFTER = ("openai-gpt",)
 """Model types with one of these names whose norm stands behind the attention."""
 _BERT = re.compile(r"(?P<stack>.*?)encoder\.layer\.(?P<layer>\d+)\.attention\.self")
@@ -35,7 +37,7 @@ class Norm:
     weight: str
     bias: str | None = None
     adds_one: bool = False
-    """The gain is 1 + weight (Gemma)."""
+    """The gain is 1 + weight (Gemma, Nemotron)."""
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -67,13 +69,20 @@ def norms(
         child = _place(layout, names, kind)
         if child is None or names.shape(f"{child}.weight") != (layout.model,):
             continue
-        is_stored_gemma = kind.startswith("gemma") and layout.family != "gguf"
+        bias = names.stored.get(f"{child}.bias")
         known[layout.name] = Norm(
             weight=names.stored[f"{child}.weight"],
-            bias=names.stored.get(f"{child}.bias"),
-            adds_one=is_stored_gemma,
+            bias=bias,
+            adds_one=_adds_one(kind, child, has_bias=bias is not None),
         )
     return known
+
+
+def _adds_one(kind: str, child: str, *, has_bias: bool) -> bool:
+    """GGUF files store the sum; a tower with biases in its norms (SigLIP) is not Gemma's own."""
+    if kind not in _ADDS_ONE or re.match(r"(?:\w+\.)?blk\.", child):
+        return False
+    return has_bias == (kind == "nemotron")
 
 
 def _place(layout: AttentionLayout, names: Names, kind: str) -> str | None:

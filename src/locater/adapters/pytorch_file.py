@@ -32,6 +32,11 @@ class PytorchFile:
         self._path = path
         self.bytes_read = 0
         self._state: Mapping[str, Tensor] | None = None
+        if path.suffix == ".safetensors":
+            raise LocaterError(
+                f"{path} is named .safetensors, but it is a pickle of PyTorch.",
+                hint="be wary of it; if you trust where it comes from, name it .bin.",
+            )
         with path.open("rb") as file:
             self._mapped = file.read(4) == ZIP
         found = self._load(map_location="meta")

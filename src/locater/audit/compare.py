@@ -46,6 +46,11 @@ class HeadChange:
     regime_after: str
 
     @property
+    def has_moved(self) -> bool:
+        """Whether W, or by biases and norms alone a column that rests on them, is another."""
+        return self.distance > 0 or any(self.changes.values())
+
+    @property
     def is_judged_anew(self) -> bool:
         """Whether the verdict changed."""
         return self.verdict_before != self.verdict_after
@@ -66,7 +71,7 @@ class Comparison:
         """One paragraph."""
         if not self.rows:
             return f"{self.before.name} and {self.after.name} have no head in common."
-        moved = [row for row in self.rows if row.distance > 0]
+        moved = [row for row in self.rows if row.has_moved]
         judged = Counter(
             (row.verdict_before, row.verdict_after) for row in self.rows if row.is_judged_anew
         )

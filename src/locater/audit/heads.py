@@ -193,7 +193,7 @@ def rho_profile(moments: HeadMoments, *, method: RhoMethod) -> Profile:
             for start in range(0, heads, some)
         ]
         return Profile(theta=theta, rho=torch.cat(parts).view(heads, tokens), label="exact")
-    if moments.key_mean is not None:
+    if moments.key_mean is not None or moments.rotary is not None:
         mean, variance = _completed(moments).score().moments()
     else:
         mean, variance = _central_moments(moments)
@@ -269,6 +269,8 @@ class LogitDraws:
         self, moments: HeadMoments
     ) -> tuple[Float[Tensor, " heads"], Float[Tensor, " heads"], Float[Tensor, " heads"]]:
         """Mean entropy of the heads' attention, its standard error, and Eq. 9's bound on it."""
+        if moments.rotary is not None:
+            return self._turned(moments)
         ask, answer = self._last_token(moments)
         own = (ask * answer).sum(-1) / moments.temperature  # heads draws
         spread = ((ask @ moments.key_gram) * ask).sum(-1).clamp_min(0).sqrt() / moments.temperature
@@ -285,6 +287,19 @@ class LogitDraws:
                 logits = logits + seen.float()
             logits = logits if shift is None else logits + shift[rows]
             found.append(_entropy_and_bound(logits))
+        entropy, bound = torch.cat(found, 1).double()
+        return entropy.mean(-1), entropy.std(-1) / math.sqrt(draws), bound.mean(-1)
+
+    def _turned(
+        self, moments: HeadMoments
+    ) -> tuple[Float[Tensor, " heads"], Float[Tensor, " heads"], Float[Tensor, " heads"]]:
+        """The same where every key is turned by its own distance: whole rows of keys are drawn."""
+        moments, draws = _completed(moments), self.noise.shape[0]
+        found = []
+        for head in range(len(moments.key_gram)):
+            generator = torch.Generator().manual_seed(self.generator_seed)
+            logits = moments.heads(slice(head, head + 1)).sample_logits(draws, generator)
+            found.append(_entropy_and_bound(logits.movedim(0, 1).float()))
         entropy, bound = torch.cat(found, 1).double()
         return entropy.mean(-1), entropy.std(-1) / math.sqrt(draws), bound.mean(-1)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from locater.adapters.checkpoint import Checkpoint
@@ -16,6 +17,7 @@ from locater.adapters.norms import Norm, norms
 from locater.adapters.recipes import RECIPES, layouts
 from locater.adapters.resolve import Recipe
 from locater.core.spectrum import QKForm
+from locater.errors import InputError, LocaterError
 
 Tensors = Mapping[str, Tensor]
 _PARAMETRIZED = (
@@ -39,7 +41,16 @@ class Layers:
         cls, checkpoint: Checkpoint, *, recipes: Sequence[Recipe] = RECIPES, gains: bool = True
     ) -> Layers:
         """The attentions of an open checkpoint."""
-        found, skipped = layouts(checkpoint.shapes, checkpoint.config, recipes=recipes)
+        try:
+            found, skipped = layouts(checkpoint.shapes, checkpoint.config, recipes=recipes)
+        except LocaterError:
+            raise
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            raise InputError(
+                f"the config of {checkpoint.name} makes no sense: {type(error).__name__}: {error}.",
+                hint="look for a value of the wrong kind in config.json.",
+            ) from error
+        skipped += _absent(found, skipped, checkpoint.config)
         bent = [one for one in found if any(".parametrizations." in name for name in one.tensors)]
         skipped += [Skipped(name=one.name, reason=_PARAMETRIZED) for one in bent]
         found = [one for one in found if one not in bent]
@@ -93,7 +104,16 @@ class Layers:
     ) -> tuple[Tensor | None, Tensor | None]:
         """What the norm before an attention multiplies its tokens with, and adds to them."""
         norm = self.norms.get(layout.name)
-        return (None, None) if norm is None else (norm.gain(tensors), norm.shift(tensors))
+        if norm is None:
+            return None, None
+        gain, shift = norm.gain(tensors), norm.shift(tensors)
+        for part in (gain, shift):
+            if part is not None and not bool(torch.isfinite(part).all()):
+                raise InputError(
+                    f"the norm before {layout.name} holds NaN or infinite values.",
+                    hint="the model has diverged or the file is damaged; try another checkpoint.",
+                )
+        return gain, shift
 
     @staticmethod
     def shifted(form: QKForm, shift: Tensor) -> QKForm:
@@ -110,6 +130,25 @@ class Layers:
             name: value.float() if value.is_floating_point() and value.element_size() < 2 else value
             for name, value in found.items()
         }
+
+
+def _absent(
+    found: Sequence[AttentionLayout], skipped: Sequence[Skipped], config: Mapping[str, Any]
+) -> list[Skipped]:
+    """Layers that the config counts and whose queries and keys are nowhere among the tensors."""
+    counted = config.get("num_hidden_layers", config.get("n_layer"))
+    own = {one.layer for one in found if one.kind == "self"}
+    if not isinstance(counted, int) or len({one.part for one in found}) != 1 or skipped:
+        return []
+    lost = [layer for layer in range(min(counted, 10_000)) if layer not in own]
+    if not lost or not own or max(own) >= counted:
+        return []
+    shown = ", ".join(map(str, lost[:8])) + (", …" if len(lost) > 8 else "")
+    reason = (
+        f"config.json counts {counted} layers; these have no queries and keys here: they have no "
+        "attention, share that of another, or lie in a file that was not given"
+    )
+    return [Skipped(name=f"layer {shown}" if len(lost) == 1 else f"layers {shown}", reason=reason)]
 
 
 def blocks(layout: AttentionLayout) -> Iterator[slice]:

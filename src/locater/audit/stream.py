@@ -30,6 +30,7 @@ from locater.audit.layers import Layers, blocks
 from locater.audit.record import LIST_COLUMNS, Audit, HeadRecord
 from locater.audit.verdicts import judge
 from locater.core.process import TokenProcess
+from locater.core.score import HeadMoments
 from locater.core.spectrum import QKForm
 from locater.core.theory import regime_of
 from locater.engines import one_thread
@@ -73,6 +74,9 @@ def named_process(name: str, tokens: int, *, phi: float = 0.9) -> TokenProcess:
     return TokenProcess(torch.minimum(step[:, None], step) * (2 / (tokens + 1)))
 
 
+MOST_TOKENS = 8192
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AuditSettings:
     """What to assume of the tokens, and how much to compute."""
@@ -95,6 +99,12 @@ class AuditSettings:
     """How ρ is found: `gaussian`, or `exact`, which takes up to a second per head."""
 
     def __post_init__(self) -> None:
+        length = self.process.tokens if isinstance(self.process, TokenProcess) else self.tokens
+        if length > MOST_TOKENS:
+            raise ConfigError(
+                f"{length:,} tokens are too many: their kernel is {length:,} × {length:,}.",
+                hint=f"at most {MOST_TOKENS:,}; a head's regime changes little with T.",
+            )
         if self.offset < 0:
             raise ConfigError(
                 f"offset must be zero or more, got {self.offset}.",
@@ -222,6 +232,9 @@ def audit_layers(
                 rows += auditor.layer(layers, layout, layers.tensors(layout))
             except LocaterError as error:
                 skipped.append(Skipped(name=layout.name, reason=error.message))
+            except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
+                reason = f"its spectrum could not be computed: {str(error).splitlines()[0]}"
+                skipped.append(Skipped(name=layout.name, reason=reason))
             if report is not None:
                 report(done, len(wanted))
     skipped = [*layers.skipped, *skipped]
@@ -229,7 +242,8 @@ def audit_layers(
         reasons = "; ".join(f"{one.name or 'the model'}: {one.reason}" for one in skipped[:4])
         raise InputError(
             f"no attention of {name} could be read. {reasons or 'It has no layers'}.",
-            hint="give its config (config.json, --heads), or a Recipe for its tensors.",
+            hint="the reasons say what is missing: a config (config.json, --heads), a "
+            "locater.adapters.recipes.Recipe for its tensors, or weights that are numbers.",
         )
     return Audit(
         name=name,
@@ -277,7 +291,12 @@ class Auditor:
             plain = Grams.of(form, **options)
             own = spectral_columns(plain, form.temperature, eigenvalues=settings.eigenvalues)
         columns |= null_columns(plain, own, head_dim=layout.head_dim, model=layout.model)
-        moments = grams.moments(form, process, is_cross=layout.kind == "cross")
+        is_cross = layout.kind == "cross"
+        is_turned = process.covariance is not None and form.rotary is not None and not is_cross
+        if is_turned and not settings.offset:  # measured tokens: every key at its own distance
+            moments = HeadMoments.of(form, process)
+        else:
+            moments = grams.moments(form, process, is_cross=is_cross)
         method: RhoMethod = "exact" if settings.method == "exact" else "gaussian"
         profile = rho_profile(moments, method=method)
         regime = regime_of(profile, columns["r"])
@@ -368,7 +387,12 @@ def _caveats(settings: AuditSettings, layers: Layers) -> Iterator[str]:
             if not settings.offset
             else f"a key {settings.offset} tokens before its query"
         )
-        yield f"rotary heads are taken at offset {settings.offset}: W_Qᵀ R W_K of {where}"
+        rest = (
+            "; ρ and entropy on measured tokens have every key at its own distance"
+            if settings.processes and not settings.offset
+            else "; attention at other distances differs, and with it entropy and verdict"
+        )
+        yield f"rotary heads are taken at offset {settings.offset}: W_Qᵀ R W_K of {where}{rest}"
     said = [
         caveat.partition(": the spectrum is")[0]  # the offset is named above
         for layout in layouts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -11,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tyro.conf import Positional
 
-from locater.commands.terminal import check_figure, console, parse, print_json, progress, say
-from locater.errors import ConfigError
+from locater.commands.terminal import check_figure, console, parse, plain, print_json, progress, say
+from locater.errors import ConfigError, LocaterError
 
 if TYPE_CHECKING:
     from locater.adapters.layout import Skipped
@@ -84,9 +85,9 @@ def run(arguments: Sequence[str]) -> None:
     if not all(command.paths) or not command.paths:
         raise ConfigError("no checkpoint is named.", hint="locater audit FOLDER")
     if command.out is not None:
+        check_figure(command.out)
         from locater.report.audit_figures import check_column
 
-        check_figure(command.out)
         check_column(command.color)
     if len(command.paths) > 1 and (command.csv or command.parquet):
         raise ConfigError(
@@ -99,13 +100,20 @@ def run(arguments: Sequence[str]) -> None:
         "eigenvalues": command.eigenvalues,
         "method": "exact" if command.exact else "gaussian",
     }
-    audits = []
-    for path in command.paths:
+    audits: list[Audit] = []
+    for path in in_order(command.paths):
         with progress(plain(path)) as report:
-            if command.text is None:
-                audits.append(audit_checkpoint(path, report=report, **settings))
-            else:
-                audits.append(_with_text(command, path, settings, report))
+            try:
+                if command.text is None:
+                    audits.append(audit_checkpoint(path, report=report, **settings))
+                else:
+                    audits.append(_with_text(command, path, settings, report))
+            except LocaterError as error:
+                if len(command.paths) == 1:
+                    raise
+                say(plain(f"left out {path}: {error.message}"))
+    if not audits:
+        raise LocaterError("none of the checkpoints could be read.", hint="see the lines above.")
     _write(command, audits)
     if len(audits) > 1:
         _show_timeline(Timeline(audits=tuple(audits)), command)
@@ -113,6 +121,17 @@ def run(arguments: Sequence[str]) -> None:
         print_json(audits[0].to_dict())
     else:
         _show(audits[0], command.top)
+
+
+def in_order(paths: Sequence[str]) -> list[str]:
+    """Checkpoints of one run by their numbers, as no shell lists them; others as they are given.
+
+    >>> in_order(["run/checkpoint-1000", "run/checkpoint-200"])
+    ['run/checkpoint-200', 'run/checkpoint-1000']
+    """
+    if len({re.sub(r"\d+", "#", path) for path in paths}) > 1:
+        return list(paths)
+    return sorted(paths, key=lambda path: [int(part) for part in re.findall(r"\d+", path)])
 
 
 def _with_text(
@@ -155,11 +174,6 @@ def _write(command: AuditCommand, audits: Sequence[Audit]) -> None:
 
             written = save_chart(audit_map_chart(audits[-1], command.color), command.out)
         say(f"wrote {written}")
-
-
-def plain(text: str) -> str:
-    """A name that a file chose, without what could move the cursor of a terminal."""
-    return "".join(letter if letter.isprintable() else "�" for letter in text)
 
 
 def head_name(part: str, kind: str, layer: int, head: int) -> str:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from tyro.conf import Positional
 
-from locater.commands.audit import TokenFlags, head_name, plain, say_limits
-from locater.commands.terminal import console, parse, print_json, progress
+from locater.commands.audit import TokenFlags, head_name, say_limits
+from locater.commands.terminal import console, parse, plain, print_json, progress
 
 if TYPE_CHECKING:
     from locater.audit.compare import Comparison

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from locater.commands.terminal import check_figure, console, parse, print_json, progress, say
+from locater.commands.terminal import check_figure, console, parse, plain, print_json, progress, say
 from locater.errors import ConfigError
 
 
@@ -68,7 +68,9 @@ def run(arguments: Sequence[str]) -> None:
             model, blocks, config, report=lambda stage, done, total: report(done, total)
         )
     for name, reason in reality.skipped.items():
-        say(f"skipped {name}: {reason}.")
+        say(plain(f"skipped {name}: {reason}."))
+    for warning in reality.warnings():
+        say(plain(f"note: {warning}"))
     if command.out is not None:
         from locater.report.reality_figures import save_reality
 
@@ -107,7 +109,7 @@ def _print(reality: Any, top: int) -> None:
             f"{row['rho_error_printed']:.3f}",
             f"{row[f'rho_error_{best}']:.3f}",
             f"{row['rho_error_full']:.3f}",
-            row["why"]["leading"],
+            ", ".join(row["why"]["main"]),
         )
     console().print(table)
     print(

@@ -49,6 +49,11 @@ def _plain(data: Any) -> Any:
     return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
+def plain(text: str) -> str:
+    """A name that a file chose, without what could move the cursor of a terminal."""
+    return "".join(one if one.isprintable() or one == "\n" else "�" for one in text)
+
+
 def say(text: str) -> None:
     """Talk goes to stderr."""
     print(text, file=sys.stderr)

@@ -74,8 +74,13 @@ class Diagnosis:
         shares["pattern"] = (self.logit_mean.square().mean(-1).flatten() / square).tolist()
         effects = {name: self.effect(name).flatten().tolist() for name in self.without}
         for head, leading in enumerate(self.leading):
+            mine = sorted(
+                ((values[head], name) for name, values in effects.items() if name != "weights"),
+                reverse=True,
+            )
             yield {
                 "leading": leading,
+                "main": [f"{name} {value:.2f}" for value, name in mine[:2]],
                 "shares": {name: values[head] for name, values in shares.items()},
                 "effects": {name: values[head] for name, values in effects.items()},
             }

@@ -97,6 +97,12 @@ def asset(name: str) -> str:
     return (files("locater.report") / "assets" / name).read_text(encoding="utf-8")
 
 
+def plain_markdown(value: object) -> str:
+    """Text that Markdown shows as it is, on one line."""
+    words = " ".join(str(value).split())
+    return "".join(f"\\{letter}" if letter in "|_*~`<>[]\\" else letter for letter in words)
+
+
 def script_json(data: Any) -> str:
     """JSON that cannot end the script element it stands in, nor open another."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))

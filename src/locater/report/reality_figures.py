@@ -12,7 +12,7 @@ from locater.core.gaussianity import normal_quantile
 from locater.files import write_file
 from locater.reality_records import COLUMNS, Reality
 from locater.report.figures import SCALE, save_chart, specification
-from locater.report.page import Section, render_page
+from locater.report.page import Section, plain_markdown, render_page
 
 Record = dict[str, Any]
 _SHOWN = ("printed", "kernel", "means", "rotary", "given_query")
@@ -277,12 +277,21 @@ def save_reality(reality: Reality, path: Path, *, title: str) -> Path:
             chart=specification(entropy_chart(heads)),
             caption="Every head; prediction from full moments, given the query.",
         ),
-        Section(key="worst", title="The worst predicted heads", text=_head_table(worst)),
+        Section(
+            key="worst",
+            title="The worst predicted heads",
+            text="Why: the two ingredients without which the head's ρ would move the most, and "
+            "how far, on average over positions.\n\n" + _head_table(worst),
+        ),
     ]
     intro = (
         f"{len(heads)} heads. Moments of {reality.estimated_on} blocks of {reality.tokens} tokens; "
         f"attention measured on {reality.measured_on} other blocks, with the model's own logits."
     )
+    notes = reality.warnings() + [f"skipped {n}: {why}" for n, why in reality.skipped.items()]
+    if notes:
+        text = "\n".join(f"- {plain_markdown(note)}" for note in notes)
+        sections.append(Section(key="notes", title="What is left out", text=text))
     return write_file(path, render_page(f"Theory against reality: {title}", sections, intro=intro))
 
 
@@ -307,7 +316,7 @@ def _head_table(heads: Sequence[Record]) -> str:
     lines += [
         f"| {row['layer']} | {row['head']} | {row['entropy']:.2f} | {row['entropy_full']:.2f} | "
         f"{row['sink_mass']:.2f} | {row['logit_kurtosis']:.1f} | {row['rho_error_full']:.3f} | "
-        f"{row['rho_error_in_sample_full']:.3f} | {row['why']['leading']} |"
+        f"{row['rho_error_in_sample_full']:.3f} | {', '.join(row['why']['main'])} |"
         for row in heads
     ]
     return "\n".join(lines)

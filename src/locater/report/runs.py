@@ -13,7 +13,7 @@ import altair as alt
 from locater.errors import InputError
 from locater.lab.run import Run
 from locater.report.figures import SCALE, specification
-from locater.report.page import Section
+from locater.report.page import Section, plain_markdown
 
 Record = dict[str, Any]
 _PANELS = {
@@ -147,15 +147,12 @@ def _settings(labels: Sequence[str], runs: Sequence[Run]) -> Section:
     configs = [asdict(run.config) for run in runs]
     lines: dict[bool, list[str]] = {True: [], False: []}
     for name in configs[0]:
-        values = [_plain(config[name]) for config in configs]
+        values = [plain_markdown(config[name]) for config in configs]
         lines[len(set(values)) == 1].append(f"| {name} | " + " | ".join(values) + " |")
-    ends = [_plain(run.final["end"] if run.final else "unfinished") for run in runs]
-    head = ["| setting | " + " | ".join(map(_plain, labels)) + " |", "|---" * (len(runs) + 1) + "|"]
+    ends = [plain_markdown(run.final["end"] if run.final else "unfinished") for run in runs]
+    head = [
+        "| setting | " + " | ".join(map(plain_markdown, labels)) + " |",
+        "|---" * (len(runs) + 1) + "|",
+    ]
     rows = [*head, "| end | " + " | ".join(ends) + " |", *lines[False], *lines[True]]
     return Section(key="run-settings", title="Settings of the runs", text="\n".join(rows))
-
-
-def _plain(value: object) -> str:
-    """Text that a Markdown table shows as it is."""
-    words = " ".join(str(value).split())
-    return "".join(f"\\{letter}" if letter in "|_*~`<>[]\\" else letter for letter in words)
