@@ -78,6 +78,9 @@ class Row:
     """Of the measured ρ: 1 where all tokens are on alike, less where it localizes."""
     predicted: Interval
     """The same of the ρ that theory predicts from the measured tokens."""
+    early: Interval
+    late: Interval
+    """The measured ρ of the first and of the last quarter of the tokens."""
 
     @property
     def verdict(self) -> str:
@@ -143,6 +146,7 @@ def markdown(rows: Sequence[Row]) -> str:
         "‖W‖²": lambda row: "-" if math.isnan(row.scale.mean) else f"{row.scale.mean:.3g}",
         "ρ spread": lambda row: row.participation.text(2),
         "predicted": lambda row: row.predicted.text(2),
+        "ρ early, late": lambda row: f"{row.early.mean:.2f}, {row.late.mean:.2f}",
         "diverged": lambda row: f"{row.diverged} of {row.seeds}" if row.diverged else "",
         "seeds": lambda row: str(row.seeds),
     }
@@ -189,12 +193,21 @@ def _row(setting: Setting, baseline: Setting | None, seeds: int, runs: Mapping[s
         scale=interval(lambda run: final_mean(run, "frobenius_squared")),
         participation=interval(lambda run: participation(run, "rho")),
         predicted=interval(lambda run: participation(run, "predicted_rho")),
+        early=interval(lambda run: _quarter(run, 0)),
+        late=interval(lambda run: _quarter(run, 3)),
     )
 
 
 def _run_of(setting: Setting, seed: int, runs: Mapping[str, Run]) -> Run | None:
     run = runs.get(replace(setting.config, seed=seed).digest)
     return run if run is not None and run.final is not None else None
+
+
+def _quarter(run: Run, place: int) -> float:
+    """ρ of a quarter of the tokens at the end, over layers."""
+    assert run.final is not None
+    rho = torch.tensor(run.final["rho"], dtype=torch.float64)
+    return rho.tensor_split(4, -1)[place].mean().item()
 
 
 def participation(run: Run, name: str) -> float | None:
