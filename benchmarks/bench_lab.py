@@ -3,7 +3,8 @@
 One thread, CPU time, every variant in a process of its own; a step is 64 sequences of 64 tokens
 with a vocabulary of 33,278.  "plain" is the same model with nn.Linear and F.cross_entropy in
 float32 and torch's AdamW as it comes; "trainer" is the Hugging Face Trainer on a GPT-2 of the same
-shape; "ours" is the model's own loss and fused AdamW, in bfloat16 products where the CPU has them.
+shape; "fp32" and "bf16" are the steps of `locater train --precision fp32` and `bf16`, the second
+only where the CPU multiplies in bfloat16.
 Memory is the peak of a step above what the process held before it, parameters and moments included.
 Aims at d = 128: three times the plain loop's speed, a fifth of its memory, and all measurements of
 a run together under 5 % of its time.  Without bfloat16 the products alone bound the speed: the
@@ -34,7 +35,8 @@ from locater.lab.settings import TrainConfig
 
 VOCABULARY, LENGTH, BATCH = 33_278, 64, 64
 TOKENS = LENGTH * BATCH
-VARIANTS = ("plain", "trainer", "ours")
+PEERS = ("plain", "trainer")
+OURS = ("fp32", "bf16") if fast_dtype() else ("fp32",)
 
 
 def memory(what: str) -> float:
@@ -62,8 +64,8 @@ def built(dim: int) -> Transformer:
 def loop(dim: int, variant: str) -> tuple[Transformer, Callable[[], None]]:
     """A model and its training step."""
     model, source = built(dim), batches()
-    model.loss_dtype = fast_dtype() if variant == "ours" else None
-    settings = {"fused": True} if variant == "ours" else {}
+    model.loss_dtype = torch.bfloat16 if variant == "bf16" else None
+    settings = {"fused": True} if variant in OURS else {}
     optimizer = torch.optim.AdamW(model.parameters(), lr=2.5e-5, weight_decay=0.01, **settings)
     count = 0
 
@@ -71,8 +73,9 @@ def loop(dim: int, variant: str) -> tuple[Transformer, Callable[[], None]]:
         nonlocal count
         inputs, targets = source.at(count)
         optimizer.zero_grad()
-        if variant == "ours":
-            loss = model.loss(inputs, targets)
+        if variant in OURS:
+            with torch.autocast("cpu", torch.bfloat16, enabled=variant == "bf16"):
+                loss = model.loss(inputs, targets)
         else:
             logits = model.output(model(inputs))
             loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -91,7 +94,7 @@ def measure_loop(dim: int, variant: str, repeats: int) -> dict[str, object]:
     step()
     found: dict[str, object] = {"memory": memory("VmHWM") - before}
     found["seconds"] = cpu_time(step, repeats=repeats, warmup=False).seconds
-    if variant == "ours" and repeats:
+    if variant in OURS and repeats:
         meter = Meter(model, batches(), batches(), torch.device("cpu"))
         for name, predicts in (("measure", False), ("predict", True)):
             work = cpu_time(lambda predicts=predicts: meter.measure(predicts=predicts), repeats=3)
@@ -188,26 +191,29 @@ def operations(dim: int) -> float:
 
 
 def report(dim: int, repeats: int) -> None:
-    found = {variant: in_process(variant, dim, repeats) for variant in VARIANTS}
-    peak = {variant: float(str(in_process(variant, dim, 0)["memory"])) for variant in VARIANTS}
+    variants = (*PEERS, *OURS)
+    found = {variant: in_process(variant, dim, repeats) for variant in variants}
+    peak = {variant: float(str(in_process(variant, dim, 0)["memory"])) for variant in variants}
     gemm = in_process("gemm", 2048, 5)
     times = {variant: Timing(one["seconds"]) for variant, one in found.items()}
     print(f"d = {dim}")
-    for variant in VARIANTS:
+    for variant in variants:
         rate = TOKENS / times[variant].median
         print(f"  {variant}: {times[variant]} a step, {rate:,.0f} tokens/s, "
               f"{peak[variant]:.0f} MB")  # fmt: skip
-    ours = times["ours"]
-    for variant in VARIANTS[:-1]:
-        less = peak[variant] / peak["ours"]
-        print(f"  ours against {variant}: {ratio(times[variant], ours)} faster, {less:.3g}x less")
+    for own in OURS:
+        for peer in PEERS:
+            less = peak[peer] / peak[own]
+            faster = ratio(times[peer], times[own])
+            print(f"  {own} against {peer}: {faster} faster, {less:.3g}x less memory")
+    ours = times[OURS[-1]]
     machine = 2 * 2048**3 / min(gemm["seconds"]) / 1e9
-    own = operations(dim) / ours.median / 1e9
+    reached = operations(dim) / ours.median / 1e9
     alone = operations(dim) / machine / 1e9
-    print(f"  {own:.0f} GFLOP/s of {machine:.0f} for large float32 products: {own / machine:.0%}; "
-          f"products at that rate alone would be {alone:.3g} s")  # fmt: skip
+    print(f"  {OURS[-1]}: {reached:.0f} GFLOP/s; large float32 products {machine:.0f}; "
+          f"{reached / machine:.0%}; products at that rate alone would be {alone:.3g} s")  # fmt: skip
     config = TrainConfig()
-    once, exact = Timing(found["ours"]["measure"]), Timing(found["ours"]["predict"])
+    once, exact = (Timing(found[OURS[-1]][one]) for one in ("measure", "predict"))
     mean = once.median + (exact.median - once.median) / config.predict_every
     share = mean / (config.measure_every * ours.median)
     print(f"  a measurement {once}, with the exact prediction {exact}: every "

@@ -1,17 +1,21 @@
 """Figures and tables of docs/theory-vs-reality.md from results/reality/*.json.
 
-python benchmarks/draw_reality.py results/reality docs/images > tables.md
+python benchmarks/draw_reality.py results/reality docs/theory-vs-reality.md
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import altair as alt
+import torch
 
+from locater.lab.summary import update_page
 from locater.reality_records import COLUMNS, rank_correlation
 from locater.report.figures import save_chart
 from locater.report.reality_figures import (
@@ -19,124 +23,268 @@ from locater.report.reality_figures import (
     error_chart,
     kurtosis_chart,
     profile_panels,
+    quantile_chart,
     study_chart,
 )
 
+Study = dict[str, Any]
+Studies = dict[str, Study]
+QUICK = {
+    "rho_error_means": "ρ: K, Σ, means",
+    "rho_error_rotary": "ρ: … and rotation",
+    "rho_error_full": "ρ: full moments",
+    "rho_error_given_query": "ρ: given the query",
+    "rho_noise": "ρ: noise of counting",
+    "entropy_error_full": "entropy: full moments",
+    "entropy_error_given_query": "entropy: given the query",
+}
 
-def main(results: Path, images: Path) -> None:
-    studies = {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))}
-    for name, study in studies.items():
+
+def main(results: Path, page: Path) -> None:
+    studies = load(results)
+    draw(studies, page.parent / "images")
+    update_page(page, lambda name: table(studies, name))
+
+
+def load(results: Path) -> Studies:
+    """Real models first, then those of the laboratory."""
+    found = {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))}
+    return dict(sorted(found.items(), key=lambda item: (not item[1]["side"], item[0])))
+
+
+def draw(studies: Studies, images: Path) -> None:
+    real = {name: study for name, study in studies.items() if study["side"]}
+    for name, study in real.items():
         title = f"{name}: where the gates open"
         save_chart(profile_panels(study["profiles"], title=title), images / f"reality-{name}.svg")
     side_by_side = {
-        "errors": [error_chart(s["layers"], title=name) for name, s in studies.items()],
-        "entropy": [entropy_chart(s["heads"], title=name) for name, s in studies.items()],
-        "kurtosis": [kurtosis_chart(s["heads"], title=name) for name, s in studies.items()],
+        "errors": [error_chart(s["layers"], title=name) for name, s in real.items()],
+        "entropy": [entropy_chart(s["heads"], title=name) for name, s in real.items()],
+        "kurtosis": [kurtosis_chart(s["heads"], title=name) for name, s in real.items()],
+        "quantiles": [quantile_chart(s["quantiles"], title=name) for name, s in real.items()],
         "blocks": [
             study_chart(s["side"]["blocks"], title=name, axis="blocks that the moments come from")
-            for name, s in studies.items()
+            for name, s in real.items()
         ],
     }
     for name, charts in side_by_side.items():
         chart = alt.hconcat(*charts).resolve_scale(color="independent")
         save_chart(chart, images / f"reality-{name}.svg")
-    for name, study in studies.items():
-        _summary(name, study)
-        _layers(study)
-        _worst(study)
-        _side(study)
 
 
-def _summary(name: str, study: dict[str, Any]) -> None:
-    total = study["summary"]
-    print(f"\n## {name}: {total['heads']} heads, {total['estimated_on']} + {total['measured_on']}")
-    print(f"model {study['model_seconds']:.0f} s, theory {study['theory_seconds']:.0f} s\n")
-    print(
-        "| prediction | ρ error | rank corr. ρ | position corr. | entropy error | rank corr. | TV |"
-    )
-    print("|---|---|---|---|---|---|---|")
-    for column, label in COLUMNS.items():
-        if f"rho_error_{column}" in total:
-            cells = [
-                _number(total.get(key))
-                for key in (
-                    f"rho_error_{column}",
-                    f"rank_correlation_rho_{column}",
-                    f"position_correlation_{column}",
-                    f"entropy_error_{column}",
-                    f"rank_correlation_entropy_{column}",
-                    f"attention_error_{column}",
-                )
-            ]
-            print(f"| {label} | " + " | ".join(cells) + " |")
-    for key in ("rho_noise", "law_error", "rho_error_in_sample_full", "entropy", "entropy_bound"):
-        print(f"{key}: {total[key]:.4f}")
-    for key, value in total.items():
-        if key.startswith(("logit_mean_error", "logit_variance_ratio", "rho_error_in_sample")):
-            print(f"{key}: {value:.4f}")
+def table(studies: Studies, name: str) -> str:
+    """One table of the page: `summary`, or `layers:minilm` and the like."""
+    kind, _, model = name.partition(":")
+    if kind in _OF_ALL:
+        return _OF_ALL[kind](studies)
+    return _OF_ONE[kind](studies[model])
 
 
-def _layers(study: dict[str, Any]) -> None:
+def _summary(studies: Studies) -> str:
+    """Mean |error| of ρ and of entropy, by prediction and model."""
+    columns = [
+        c for c in COLUMNS if any(f"rho_error_{c}" in s["summary"] for s in studies.values())
+    ]
+    rows = [
+        [COLUMNS[c], *(_number(s["summary"].get(f"rho_error_{c}")) for s in studies.values())]
+        for c in columns
+    ]
+    for key, label in (
+        ("rho_noise", "noise of counting"),
+        ("law_error", "a Gaussian with the measured mean and variance"),
+    ):
+        rows.append([label, *(_number(s["summary"][key]) for s in studies.values())])
+    sizes = [
+        f"{name} ({s['summary']['heads']} heads, {s['summary']['estimated_on']} + "
+        f"{s['summary']['measured_on']} blocks)"
+        for name, s in studies.items()
+    ]
+    return _markdown(["mean error of ρ", *sizes], rows)
+
+
+def _entropy(studies: Studies) -> str:
+    columns = [
+        c for c in COLUMNS if any(f"entropy_error_{c}" in s["summary"] for s in studies.values())
+    ]
+    rows = []
+    for c in columns:
+        cells = []
+        for study in studies.values():
+            total = study["summary"]
+            error, rank = (
+                total.get(f"{kind}_{c}") for kind in ("entropy_error", "rank_correlation_entropy")
+            )
+            cells.append("" if error is None else f"{error:.3f} ({rank:.3f})")
+        rows.append([COLUMNS[c], *cells])
+    measured = [
+        f"{min(e):.2f} to {max(e):.2f}"
+        for e in ([row["entropy"] for row in s["heads"]] for s in studies.values())
+    ]
+    rows.append(["entropies measured, nats", *measured])
+    bounds = [
+        _number(s["summary"]["entropy"] - s["summary"]["entropy_bound"]) for s in studies.values()
+    ]
+    rows.append(["mean entropy above its lower bound (Eq. 9)", *bounds])
+    return _markdown(["mean error of entropy, nats (rank correlation)", *studies], rows)
+
+
+def _logits(studies: Studies) -> str:
+    """Means and variances of logits, attention by position, order of heads and positions."""
+    rows = []
+    for c in COLUMNS:
+        for key, label in (
+            ("logit_mean_error", "error of the logits' mean"),
+            ("logit_variance_ratio", "logits' variance, predicted/measured"),
+            ("attention_error", "total variation of mean attention"),
+            ("rank_correlation_rho", "rank correlation of heads by mean ρ"),
+            ("position_correlation", "median correlation of ρ over positions"),
+        ):
+            cells = [_number(s["summary"].get(f"{key}_{c}")) for s in studies.values()]
+            if c in ("printed", "means", "rotary", "full") and any(cells):
+                rows.append([COLUMNS[c], label, *cells])
+    return _markdown(["prediction", "quantity", *studies], rows)
+
+
+def _layers(study: Study) -> str:
     layers = study["layers"]
     columns = [c for c in COLUMNS if f"rho_error_{c}" in layers[0]]
-    head = " | ".join(COLUMNS[c] for c in columns)
-    print(f"\n| layer | {head} | noise | entropy | Kronecker share | kurtosis of tokens, logits |")
-    print("|" + "---|" * (len(columns) + 5))
-    for layer in layers:
-        cells = [f"{layer[f'rho_error_{c}']:.3f}" for c in columns]
-        best = "rotary" if "rotary" in columns else "means"
-        cells += [
+    rows = [
+        [
+            str(layer["layer"]),
+            *(f"{layer[f'rho_error_{c}']:.3f}" for c in columns),
             f"{layer['rho_noise']:.3f}",
-            ", ".join(f"{layer[f'entropy_error_{c}']:.3f}" for c in (best, "full", "given_query")),
+            f"{layer['entropy_error_full']:.3f}",
+            f"{layer['entropy_error_given_query']:.3f}",
             f"{layer['explained']:.2f}",
-            f"{layer['token_kurtosis']:.2f}, {layer['logit_kurtosis']:.2f}",
         ]
-        print(f"| {layer['layer']} | " + " | ".join(cells) + " |")
+        for layer in layers
+    ]
+    names = [COLUMNS[c] for c in columns]
+    head = ["layer", *names, "noise", "entropy: full", "given the query", "K ⊗ Σ explains"]
+    return _markdown(head, rows)
 
 
-def _worst(study: dict[str, Any]) -> None:
-    import torch
-
-    heads = study["heads"]
-    names = "ρ error | given the query | in sample | law | noise | kurtosis | first | entropy"
-    print(f"\n| layer | head | {names} |")
-    print("|" + "---|" * 10)
-    for row in sorted(heads, key=lambda row: -row["rho_error_full"])[:8]:
-        keys = ("rho_error_full", "rho_error_given_query", "rho_error_in_sample_full")
-        keys = (*keys, "law_error", "rho_noise")
-        cells = [f"{row[key]:.3f}" for key in keys]
-        cells += [f"{row['logit_kurtosis']:.1f}", f"{row['sink_mass']:.2f}"]
-        cells += [f"{row['entropy']:.2f}/{row['entropy_full']:.2f}"]
-        print(f"| {row['layer']} | {row['head']} | " + " | ".join(cells) + " |")
-    error = torch.tensor([row["rho_error_full"] for row in heads])
-    for key in ("logit_kurtosis", "sink_mass", "entropy", "law_error", "rho_noise"):
-        other = torch.tensor([row[key] for row in heads])
-        print(f"rank correlation of the error with {key}: {rank_correlation(error, other):.3f}")
-    leading: dict[str, int] = {}
-    for row in heads:
-        leading[row["why"]["leading"]] = leading.get(row["why"]["leading"], 0) + 1
-    print(f"leading: {leading}")
-    for part in ("shares", "effects"):
-        means = {
-            key: sum(row["why"][part][key] for row in heads) / len(heads)
-            for key in heads[0]["why"][part]
-        }
-        print(part, {key: round(value, 3) for key, value in means.items()})
-    layers = study["layers"]
-    for kind in layers[0]["not_gaussian"]:
-        share = [layer["not_gaussian"][kind] for layer in layers]
-        print(f"not Gaussian, {kind}: {min(share):.2f}-{max(share):.2f}")
+def _worst(study: Study) -> str:
+    rows = [
+        [
+            f"{row['layer']}.{row['head']}",
+            *(f"{row[f'rho_error_{c}']:.3f}" for c in ("printed", "full", "given_query")),
+            f"{row['rho_error_in_sample_full']:.3f}",
+            f"{row['law_error']:.3f}",
+            f"{row['logit_kurtosis']:.1f}",
+            f"{row['sink_mass']:.2f}",
+            f"{row['entropy']:.2f}, {row['entropy_full']:.2f}",
+        ]
+        for row in sorted(study["heads"], key=lambda row: -row["rho_error_full"])[:8]
+    ]
+    head = [
+        "layer.head", "printed", "full", "given the query", "full, in sample", "Gaussian law",
+        "kurtosis of logits", "first key", "entropy, predicted",
+    ]  # fmt: skip
+    return _markdown(head, rows)
 
 
-def _side(study: dict[str, Any]) -> None:
-    for name, rows in study["side"].items():
-        print(f"\n{name}:")
-        for setting, row in rows.items():
-            print(f"  {setting}: {row}")
+def _reasons(studies: Studies) -> str:
+    """What goes with a head's error, by rank correlation over heads."""
+    rows = []
+    for key, label in (
+        ("logit_kurtosis", "excess kurtosis of its logits"),
+        ("law_error", "what a Gaussian law with the measured moments misses"),
+        ("rho_noise", "noise of counting"),
+        ("sink_mass", "attention on the first key"),
+        ("entropy", "entropy"),
+    ):
+        cells = []
+        for study in studies.values():
+            error = torch.tensor([row["rho_error_full"] for row in study["heads"]])
+            other = torch.tensor([row[key] for row in study["heads"]])
+            is_many = len(error) > 9
+            cells.append(f"{rank_correlation(error, other):.2f}" if is_many else "")
+        rows.append([label, *cells])
+    return _markdown(["rank correlation of a head's error of ρ (full) with", *studies], rows)
+
+
+def _gaussian(studies: Studies) -> str:
+    rows = []
+    for kind, key in (
+        ("tokens", "token_kurtosis"),
+        ("token projections", "projection_kurtosis"),
+        ("queries", "query_kurtosis"),
+        ("keys", "key_kurtosis"),
+    ):
+        cells = []
+        for study in studies.values():
+            layers = study["layers"]
+            share = [layer["not_gaussian"][kind] for layer in layers]
+            tails = [layer[key] for layer in layers]
+            cells.append(f"{_range(share)} rejected, kurtosis {_range(tails)}")
+        rows.append([kind, *cells])
+    return _markdown(["features", *studies], rows)
+
+
+def _why(studies: Studies) -> str:
+    rows = []
+    for part, text in (("effects", "moves ρ by"), ("shares", "share of the logits")):
+        names = dict.fromkeys(n for s in studies.values() for n in s["heads"][0]["why"][part])
+        for name in names:
+            cells = []
+            for study in studies.values():
+                values = [row["why"][part].get(name) for row in study["heads"]]
+                found = [value for value in values if value is not None]
+                cells.append(f"{sum(found) / len(found):.3f}" if found else "")
+            rows.append([f"{'without ' if part == 'effects' else ''}{name}", text, *cells])
+    leading = [Counter(row["why"]["leading"] for row in s["heads"]) for s in studies.values()]
+    names = [", ".join(f"{name} {count}" for name, count in one.most_common()) for one in leading]
+    rows.append(["the ingredient that matters most", "heads", *names])
+    return _markdown(["ingredient", "", *studies], rows)
+
+
+def _side(name: str, label: str) -> Callable[[Study], str]:
+    def make(study: Study) -> str:
+        settings: dict[str, Any] = study["side"][name]
+        if name == "other_text":
+            settings = {"the same": study["side"]["blocks"][max(study["side"]["blocks"], key=int)],
+                        "Python's documentation": settings["other"]}  # fmt: skip
+        keys = [key for key in QUICK if any(key in row for row in settings.values())]
+        if "rho_error_rotary" in keys:
+            keys.remove("rho_error_means")
+        rows = [
+            [setting, *(f"{row[key]:.3f}" for key in keys)] for setting, row in settings.items()
+        ]
+        return _markdown([label, *(QUICK[key] for key in keys)], rows)
+
+    return make
+
+
+def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.3f}"
+
+
+def _range(values: Sequence[float]) -> str:
+    low, high = (f"{value:.2f}" for value in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
+
+
+_OF_ALL: dict[str, Callable[[Studies], str]] = {
+    "summary": _summary,
+    "entropy": _entropy,
+    "logits": _logits,
+    "reasons": _reasons,
+    "gaussian": _gaussian,
+    "why": _why,
+}
+_OF_ONE: dict[str, Callable[[Study], str]] = {
+    "layers": _layers,
+    "worst": _worst,
+    "blocks": _side("blocks", "blocks that the moments come from"),
+    "tokens": _side("tokens", "T"),
+    "other_text": _side("other_text", "text measured on"),
+}
 
 
 if __name__ == "__main__":

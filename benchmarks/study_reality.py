@@ -1,8 +1,9 @@
 """Theory against reality on real models: makes results/reality/*.json, the source of the figures.
 
-python benchmarks/study_reality.py MODEL TEXT --name minilm --blocks 2000 [--other OTHER.txt]
+python benchmarks/study_reality.py MODEL TEXT --name minilm --blocks 4000 [--other OTHER.txt]
 MODEL is a folder, GGUF file or hub id; TEXT a plain text such as wikitext-2/train.txt.  Without
 --other the second text is the prose of Python's own documentation, which every Python carries.
+MODEL may also be a run of `locater train`; TEXT is then its --data, and valid is what is read.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from locater.adapters.modules import find_attention
 from locater.engines import one_thread
 from locater.reality import RealityConfig, layer_against_theory
 from locater.reality_records import LayerReality, Reality, averages
+from locater.report.reality_figures import profile_records
 
 QUICK = ("means", "rotary", "full_gaussian", "full", "given_query")
 
@@ -43,20 +45,25 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, help="keep the model's samples here for another run")
     parser.add_argument("--out", type=Path, default=Path("results/reality"))
     given = parser.parse_args()
-    model, tokenizer = load_model(given.model)
-    text = read_text(given.text)
-    cut = {"tokens": given.tokens, "special": given.special}
-    blocks = text_blocks(tokenizer, text, blocks=given.blocks, **cut)
-    foreign = text_blocks(tokenizer, _other(given.other), blocks=given.blocks // 8, **cut)
+    is_run = (Path(given.model) / "metrics.jsonl").exists()
+    if is_run:
+        model, blocks = _trained(Path(given.model), given.text, given.blocks)
+        foreign = blocks[:0]
+    else:
+        model, tokenizer = load_model(given.model)
+        text = read_text(given.text)
+        cut = {"tokens": given.tokens, "special": given.special}
+        blocks = text_blocks(tokenizer, text, blocks=given.blocks, **cut)
+        foreign = text_blocks(tokenizer, _other(given.other), blocks=given.blocks // 8, **cut)
     split = len(blocks) // 2
-    result: dict[str, Any] = {"model": given.name, "tokens": given.tokens}
+    result: dict[str, Any] = {"model": given.name, "tokens": blocks.shape[1]}
     start = time.perf_counter()
     both = torch.cat([blocks, foreign])
     samples = _samples(model, both, split, given.cache)
     result["model_seconds"] = time.perf_counter() - start
     start = time.perf_counter()
     layers, sides = [], []
-    some = {one.layout.name for one in _attentions(model, given.some)}
+    some = {one.layout.name for one in _attentions(model, given.some) if not is_run}
     with one_thread():
         for place, sample in enumerate(samples):
             layers.append(layer_against_theory(_upto(sample, split, len(blocks)), RealityConfig()))
@@ -65,14 +72,14 @@ def main() -> None:
             sample.inputs = sample.inputs[:0]
             _say(f"layer {place + 1}/{len(samples)}: {_short(layers[-1])}")
     result["theory_seconds"] = time.perf_counter() - start
-    reality = Reality(layers, split, len(blocks) - split, given.tokens, {})
+    reality = Reality(layers, split, len(blocks) - split, blocks.shape[1], {})
     result |= {
         "summary": reality.summary(),
         "layers": reality.layer_rows(),
         "heads": [_lean(row) for row in reality.rows()],
         "quantiles": _quantiles(layers),
-        "profiles": _profiles(reality),
-        "side": {name: _merge([side[name] for side in sides]) for name in sides[0]},
+        "profiles": profile_records(reality),
+        "side": {n: _merge([side[n] for side in sides]) for n in (sides[0] if sides else ())},
     }
     _write(given.out / f"{given.name}.json", result)
     for tokens in given.lengths:
@@ -93,6 +100,16 @@ def _other(path: str | None) -> str:
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def _trained(run: Path, data: str, count: int) -> tuple[torch.nn.Module, torch.Tensor]:
+    """The model of a run, and blocks of the text that it was not trained on."""
+    from locater.lab.trained import load_trained
+
+    model, material = load_trained(run, data=data)
+    source = material.whole_valid
+    blocks = torch.cat([source.at(step)[0] for step in range(source.steps_per_epoch)])
+    return model, blocks[:count]
 
 
 def _attentions(model: torch.nn.Module, layers: str | None) -> list[Any]:
@@ -158,24 +175,6 @@ def _quantiles(layers: list[LayerReality]) -> list[dict[str, Any]]:
         for kind, shape in layer.features.items()
         for probability, value in shape.quantiles.items()
     ]
-
-
-def _profiles(reality: Reality) -> list[dict[str, Any]]:
-    """ρ by position of six heads, from the best predicted to the worst."""
-    order = sorted(reality.rows(), key=lambda row: row["rho_error_full"])
-    picks = [order[round(k * (len(order) - 1) / 5)] for k in range(6)]
-    result = []
-    for pick in picks:
-        layer = next(one for one in reality.layers if one.name == pick["name"])
-        head = pick["head"]
-        curves = {"measured": layer.measured.profile} | {
-            name: one.profile for name, one in layer.predictions.items()
-        }
-        for curve, profile in curves.items():
-            for theta, rho in zip(profile.theta.tolist(), profile.rho[head].tolist(), strict=True):
-                panel = f"layer {layer.layer}, head {head}"
-                result.append({"panel": panel, "curve": curve, "theta": theta, "rho": rho})
-    return result
 
 
 def _short(layer: LayerReality) -> str:

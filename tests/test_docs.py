@@ -1,5 +1,6 @@
 """Every code block of the documents runs, and every command is documented."""
 
+import importlib.util
 import re
 import shlex
 import shutil
@@ -41,6 +42,39 @@ def test_documented_command_lines_work(
         shutil.copytree(samples, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     assert cli.main(shlex.split(line)[1:]) == 0
+
+
+def test_the_picture_of_the_theory_is_made_by_its_command(tmp_path: Path) -> None:
+    (line,) = [one for one in command_lines() if one.endswith("theory.svg")]
+    path = tmp_path / "theory.svg"
+    assert cli.main([*shlex.split(line)[1:-1], str(path)]) == 0
+    stored = (ROOT / "docs" / "images" / "theory.svg").read_text()
+    ours, theirs = (re.findall(r' d="(M[^"]{99,})"', text) for text in (path.read_text(), stored))
+    assert len(ours) == 3 and ours == theirs  # the three curves
+
+
+def test_every_picture_is_shown_somewhere() -> None:
+    shown = {
+        (page.parent / link).resolve()
+        for page in PAGES
+        for link in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", page.read_text())
+    }
+    assert shown == {path.resolve() for path in (ROOT / "docs" / "images").iterdir()}
+
+
+def test_tables_of_theory_against_reality_are_those_of_the_studies() -> None:
+    path = ROOT / "benchmarks" / "draw_reality.py"
+    spec = importlib.util.spec_from_file_location("draw_reality", path)
+    assert spec is not None and spec.loader is not None
+    draw = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(draw)
+    studies = draw.load(ROOT / "results" / "reality")
+    text = (ROOT / "docs" / "theory-vs-reality.md").read_text()
+    marks = re.findall(r"<!-- results: (\S+) -->\n(.*?)<!-- end -->", text, re.DOTALL)
+    assert len(marks) > 10
+    for name, table in marks:
+        # to mend it: python benchmarks/draw_reality.py results/reality docs/theory-vs-reality.md
+        assert table == draw.table(studies, name), name
 
 
 def test_every_command_is_documented() -> None:
