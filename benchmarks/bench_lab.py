@@ -211,7 +211,7 @@ def report(dim: int, repeats: int) -> None:
     reached = operations(dim) / ours.median / 1e9
     alone = operations(dim) / machine / 1e9
     print(f"  {OURS[-1]}: {reached:.0f} GFLOP/s; large float32 products {machine:.0f}; "
-          f"{reached / machine:.0%}; products at that rate alone would be {alone:.3g} s")  # fmt: skip
+          f"{reached / machine:.0%}; products at that rate alone: {alone:.3g} s")  # fmt: skip
     config = TrainConfig()
     once, exact = (Timing(found[OURS[-1]][one]) for one in ("measure", "predict"))
     mean = once.median + (exact.median - once.median) / config.predict_every
