@@ -6,6 +6,7 @@ python benchmarks/draw_reality.py results/reality docs/theory-vs-reality.md
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -81,51 +82,66 @@ def table(studies: Studies, name: str) -> str:
 
 
 def _summary(studies: Studies) -> str:
-    """Mean |error| of ρ and of entropy, by prediction and model."""
-    columns = [
-        c for c in COLUMNS if any(f"rho_error_{c}" in s["summary"] for s in studies.values())
-    ]
+    """Mean |error| of ρ by prediction and model, and over all heads of the real models."""
+    keys = {f"rho_error_{c}": label for c, label in COLUMNS.items()}
+    keys |= {
+        "rho_noise": "noise of counting",
+        "law_error": "a Gaussian score with the mean and variance measured",
+    }
     rows = [
-        [COLUMNS[c], *(_number(s["summary"].get(f"rho_error_{c}")) for s in studies.values())]
-        for c in columns
+        [
+            label,
+            *(_number(s["summary"].get(key)) for s in studies.values()),
+            _all_heads(studies, key),
+        ]
+        for key, label in keys.items()
     ]
-    for key, label in (
-        ("rho_noise", "noise of counting"),
-        ("law_error", "a Gaussian with the measured mean and variance"),
-    ):
-        rows.append([label, *(_number(s["summary"][key]) for s in studies.values())])
     sizes = [
         f"{name} ({s['summary']['heads']} heads, {s['summary']['estimated_on']} + "
         f"{s['summary']['measured_on']} blocks)"
         for name, s in studies.items()
     ]
-    return _markdown(["mean error of ρ", *sizes], rows)
+    return _markdown(["mean error of ρ", *sizes, "all heads of the real models"], rows)
+
+
+def _all_heads(studies: Studies, key: str) -> str:
+    """Mean over all heads of the models that others trained; empty where one lacks it."""
+    real = [study["summary"] for study in studies.values() if study["side"]]
+    if any(key not in one for one in real):
+        return ""
+    heads = sum(one["heads"] for one in real)
+    return _number(sum(one[key] * one["heads"] for one in real) / heads)
 
 
 def _entropy(studies: Studies) -> str:
-    columns = [
-        c for c in COLUMNS if any(f"entropy_error_{c}" in s["summary"] for s in studies.values())
-    ]
     rows = []
-    for c in columns:
+    for c, label in COLUMNS.items():
         cells = []
         for study in studies.values():
             total = study["summary"]
             error, rank = (
                 total.get(f"{kind}_{c}") for kind in ("entropy_error", "rank_correlation_entropy")
             )
-            cells.append("" if error is None else f"{error:.3f} ({rank:.3f})")
-        rows.append([COLUMNS[c], *cells])
+            is_ranked = rank is not None and total["heads"] > 2
+            text = "" if error is None else f"{error:.3f}"
+            cells.append(f"{text} ({rank:.3f})" if text and is_ranked else text)
+        if any(cells):
+            rows.append([label, *cells, _all_heads(studies, f"entropy_error_{c}")])
     measured = [
         f"{min(e):.2f} to {max(e):.2f}"
         for e in ([row["entropy"] for row in s["heads"]] for s in studies.values())
     ]
-    rows.append(["entropies measured, nats", *measured])
+    rows.append(["entropies measured, nats", *measured, ""])
     bounds = [
         _number(s["summary"]["entropy"] - s["summary"]["entropy_bound"]) for s in studies.values()
     ]
-    rows.append(["mean entropy above its lower bound (Eq. 9)", *bounds])
-    return _markdown(["mean error of entropy, nats (rank correlation)", *studies], rows)
+    rows.append(["mean entropy above its lower bound (Eq. 9)", *bounds, ""])
+    head = [
+        "mean error of entropy, nats (rank correlation)",
+        *studies,
+        "all heads of the real models",
+    ]
+    return _markdown(head, rows)
 
 
 def _logits(studies: Studies) -> str:
@@ -262,7 +278,7 @@ def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
+    return "" if value is None or math.isnan(value) else f"{value:.3f}"
 
 
 def _range(values: Sequence[float]) -> str:

@@ -97,12 +97,12 @@ def error_chart(layers: Sequence[Record], *, title: str = "") -> Any:
         for layer in layers
         for label, key in kinds.items()
     ]
-    palette = [*SCALE, "#999933", "#882255", "#888888"]
+    palette = [*SCALE, "#999933", "#882255", "#44AA99"][: len(kinds) - 1] + ["#888888"]
     color = alt.Color(
         "prediction:N",
         title=None,
         sort=list(kinds),
-        scale=alt.Scale(domain=list(kinds), range=palette[: len(kinds)]),
+        scale=alt.Scale(domain=list(kinds), range=palette),
     )
     return (
         alt.Chart(
