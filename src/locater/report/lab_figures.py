@@ -199,7 +199,7 @@ def _panel(
     )
     is_log = name in ("perplexity", "frobenius_squared")
     scale: dict[str, Any] = {"type": "log", "nice": False} if is_log else {"zero": False}
-    y = alt.Y("value:Q", title=title, scale=alt.Scale(**scale))
+    y = alt.Y("value:Q", title=title, scale=alt.Scale(**scale), axis=alt.Axis(grid=not is_log))
     base = alt.Chart(alt.Data(values=values)).encode(
         x=alt.X("step:Q", title="step", axis=alt.Axis(tickCount=4), scale=alt.Scale(zero=False)),
         color=alt.Color(
