@@ -163,7 +163,7 @@ def published_part(context: Context) -> Result:
         chart=specification(profile_panels(records, title="ρ of real heads")),
         caption="Heads from the best predicted to the worst. Points were counted on held-out text "
         "with the model's own logits; lines follow from its weights and the moments of its tokens "
-        "on other text. Measured beforehand: `docs/theory-vs-reality.md` has the study.",
+        "on other text. Measured beforehand; docs/theory-vs-reality.md has the study.",
         text="Mean |error| over heads and positions.\n\n" + head + "\n".join(lines),
     )
     return Result(sections=(section,), headline=_headline(section, " ".join(told)))
