@@ -97,7 +97,8 @@ def error_chart(layers: Sequence[Record], *, title: str = "") -> Any:
         for layer in layers
         for label, key in kinds.items()
     ]
-    palette = [*SCALE, "#999933", "#882255", "#44AA99"][: len(kinds) - 1] + ["#888888"]
+    lines = [*SCALE, "#999933", "#882255", "#44AA99"][: len(kinds) - 1]
+    palette = [*lines, "#888888"]
     color = alt.Color(
         "prediction:N",
         title=None,
