@@ -269,6 +269,12 @@ def _sweeps() -> dict[str, Sweep]:
             question=question,
             settings=tuple(_settings(small, READINGS, (0.0, 1.0))),
         ),
+        Sweep(
+            name="seeds-cpu",
+            question="(a) The same at d = 128, with five seeds",
+            settings=tuple(_settings(base(128, cpu=True), ("swapped-sum-normalized",), (0.0, 1.0))),
+            seeds=5,
+        ),
         _ablation(small),
         _target(small),
         _covariance(small),
