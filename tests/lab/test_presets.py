@@ -63,7 +63,7 @@ def test_every_sweep_has_its_baseline_and_no_setting_twice() -> None:
         baselines = [s for s in sweep.settings if s.label.endswith("none")]
         assert {s.group for s in baselines} == groups
         assert all(setting.config.penalty is None for setting in baselines)
-    assert all(SWEEPS[f"{name}-cpu"].seeds == 3 for name in ("fig6", "fig7", "rivals", "target"))
+    assert all(SWEEPS[f"{name}-cpu"].seeds >= 3 for name in ("fig6", "fig7", "rivals", "target"))
 
 
 def test_fig_7_needs_no_run_that_fig_6_has_not() -> None:

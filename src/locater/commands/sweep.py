@@ -21,8 +21,8 @@ class SweepCommand:
 
     name: str = ""
     """May stand first, without --name: fig6 to fig12, fig6-cpu to fig12-cpu, normalization-cpu,
-    seeds-cpu, ablation-cpu, target-cpu, covariance-cpu, architectures-cpu, rivals-cpu,
-    rivals-hot-cpu, tiny; `all` for all that ends in -cpu."""
+    ablation-cpu, target-cpu, covariance-cpu, architectures-cpu, rivals-cpu, rivals-hot-cpu, tiny;
+    `all` for all that ends in -cpu."""
     data: str = ""
     """The text, as for `locater train`; by default the sweep's own from the hub."""
     out: Path = Path("out/lab")
