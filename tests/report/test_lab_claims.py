@@ -104,3 +104,10 @@ def test_stripes_are_fewer_tokens_with_locater_than_without() -> None:
     assert stripes_verdict(sweep, runs, "fig7").outcome == "reproduced"
     sweep, runs = results(AS_CLAIMED, seeds=3)
     assert stripes_verdict(sweep, runs, "fig7").outcome == "differs"
+
+
+def test_one_strength_has_no_trend() -> None:
+    sweep, runs = results(AS_CLAIMED, seeds=3)
+    few = tuple(setting for setting in sweep.settings if setting.kappa != 0.0)
+    (verdict,) = curve_verdicts(replace(sweep, settings=few), runs, "fig12")
+    assert (verdict.where, verdict.outcome) == ("Fig. 12, Sec. 7", "reproduced")

@@ -43,6 +43,9 @@ def curve_verdicts(sweep: Sweep, runs: Mapping[str, Run], section: str) -> list[
             section=section,
         )
 
+    together = _better_than_none(sweep, runs, none, where, size, section)
+    if all(len(group) == 1 for group in readings.values()):
+        return [together]  # one κ₂ has no trend
     return [
         verdict("B", "With stronger κ₂ the eigenspectrum scale shrinks.", _log_scale, -1,
                 lambda c: f"‖W‖² times {math.exp(c.mean):.3g} from the least κ₂ to the largest"),
@@ -50,7 +53,7 @@ def curve_verdicts(sweep: Sweep, runs: Mapping[str, Run], section: str) -> list[
                 lambda c: f"{c.text(3)} nats"),
         verdict("D", "With stronger κ₂ the perplexity improves.", final_loss, -1,
                 lambda c: f"{_percent(c)} %"),
-        _better_than_none(sweep, runs, none, where, size, section),
+        together,
     ]  # fmt: skip
 
 
