@@ -96,7 +96,8 @@ def summarize(sweep: Sweep, runs: Mapping[str, Run]) -> list[Row]:
     """A row for every setting; `runs` are by digest, missing ones are left out."""
     baselines = {s.group: s for s in reversed(sweep.settings) if s.label.endswith("none")}
     return [
-        _row(setting, baselines.get(setting.group), sweep.seeds, runs) for setting in sweep.settings
+        _row(setting, baselines.get(setting.group), sweep.all_seeds, runs)
+        for setting in sweep.settings
     ]
 
 
@@ -109,7 +110,7 @@ def paired(
 ) -> Interval:
     """How a value differs between two settings, seed by seed."""
     changes = []
-    for seed in range(sweep.seeds):
+    for seed in sweep.all_seeds:
         pair = [_run_of(setting, seed, runs) for setting in (before, after)]
         whole = [run for run in pair if run is not None and not run.has_diverged]
         if len(whole) == 2:
@@ -166,8 +167,8 @@ def update_page(page: Path, table: Callable[[str], str]) -> Path:
     return write_file(page, _MARK.sub(lambda match: f"{match[1]}{table(match[2])}{match[3]}", text))
 
 
-def _row(setting: Setting, baseline: Setting | None, seeds: int, runs: Mapping[str, Run]) -> Row:
-    found = [_run_of(setting, seed, runs) for seed in range(seeds)]
+def _row(setting: Setting, baseline: Setting | None, seeds: range, runs: Mapping[str, Run]) -> Row:
+    found = [_run_of(setting, seed, runs) for seed in seeds]
     ended = [run for run in found if run is not None]
     whole = [run for run in ended if not run.has_diverged]
     changes = []
