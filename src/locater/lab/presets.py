@@ -284,6 +284,38 @@ def compared(
                  first_seed=first_seed)  # fmt: skip
 
 
+def grid_of(words: Sequence[str]) -> dict[str, list[Any]]:
+    """`learning_rate=5e-4,1e-3` and its like, as settings and their values.
+
+    >>> grid_of(["learning_rate=5e-4,1e-3", "stabilizer=qk-norm"])
+    {'learning_rate': [0.0005, 0.001], 'stabilizer': ['qk-norm']}
+    """
+    default = TrainConfig()
+    grid: dict[str, list[Any]] = {}
+    for word in words:
+        name, _, values = word.partition("=")
+        if not hasattr(default, name) or not values or name in ("seed", "corpus"):
+            raise ConfigError(
+                f"{word!r} is no setting with values.",
+                hint="learning_rate=5e-4,1e-3 is; settings are the flags of `locater train`, with "
+                "_ for -; the seed has flags of its own.",
+            )
+        grid[name] = [_value(name, text, getattr(default, name)) for text in values.split(",")]
+    return grid
+
+
+def _value(name: str, text: str, default: Any) -> Any:
+    if isinstance(default, bool):
+        text = {"true": "1", "false": ""}.get(text.lower(), text)
+    kind = int if default is None else type(default)  # vocabulary_size
+    try:
+        return kind(text)
+    except ValueError:
+        raise ConfigError(
+            f"{name} cannot be {text!r}.", hint=f"give numbers such as {name}={default}."
+        ) from None
+
+
 SELECTION, CONFIRMATION, JUDGED = 100, 200, 300
 """First seeds: to choose a learning rate, to judge at that rate, to judge without a choice."""
 PAIR = ("none", "printed", "swapped-sum-normalized")
