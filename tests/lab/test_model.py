@@ -276,10 +276,10 @@ def test_a_few_steps_learn_a_pattern_in_every_task() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"heads": 3}, "3 heads do not divide 16 dimensions"),
-        ({"dim": 15}, "even dim of at least 4, got 15"),
-        ({"dropout": 1.0}, r"dropout must lie in \[0, 1\), got 1.0"),
-        ({"layers": 0}, "layers must be one or more, got 0"),
+        ({"heads": 3}, "3 heads with 3 heads of keys do not divide 16 dimensions"),
+        ({"dim": 15}, "pairs of dimensions; dim is 15"),
+        ({"dropout": 1.0}, "dropout must be from 0 to below 1, got 1.0"),
+        ({"layers": 0}, "layers must be at least 1, got 0"),
     ],
 )
 def test_settings_that_make_no_model_are_refused(settings: dict[str, object], message: str) -> None:
@@ -299,3 +299,98 @@ def test_a_longer_text_than_the_model_has_positions_is_refused() -> None:
     model = built(length=8)
     with pytest.raises(ConfigError, match="9 tokens, but the model was built for 8"):
         model(torch.zeros(1, 9, dtype=torch.int64))
+
+
+MODERN = {
+    "vocabulary": 50,
+    "dim": 16,
+    "ffn": 24,
+    "heads": 4,
+    "kv_heads": 2,
+    "layers": 2,
+    "length": 12,
+    "norm": "pre",
+    "norm_kind": "rms",
+    "positions": "rotary",
+    "activation": "swiglu",
+    "bias": False,
+    "tied": True,
+    "dropout": 0.0,
+}
+
+
+def as_llama(model: Transformer) -> nn.Module:
+    """The same weights in transformers' Llama, whose embeddings are not scaled by √d."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    ours = model.config
+    llama = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=ours.vocabulary, hidden_size=ours.dim, intermediate_size=ours.ffn,
+            num_hidden_layers=ours.layers, num_attention_heads=ours.heads,
+            num_key_value_heads=ours.kv_heads, rms_norm_eps=1e-6, tie_word_embeddings=False,
+        )
+    )  # fmt: skip
+    names = {"self_attn.out_proj": "self_attn.o_proj", "fc1": "mlp.up_proj",
+             "gate": "mlp.gate_proj", "fc2": "mlp.down_proj", "attn_norm_before": "input_layernorm",
+             "ffn_norm_before": "post_attention_layernorm"}  # fmt: skip
+    state = {}
+    for name, value in model.state_dict().items():
+        for mine, theirs in names.items():
+            name = name.replace(mine, theirs)
+        state[f"model.{name}".replace("model.final_norm", "model.norm")] = value
+    embedding = state.pop("model.embedding.weight")
+    state["model.embed_tokens.weight"] = embedding * ours.dim**0.5
+    state["lm_head.weight"] = state.pop("model.output.weight")
+    llama.load_state_dict(state)
+    return llama.eval()
+
+
+def test_the_modern_model_is_llama() -> None:
+    model = Transformer(TransformerConfig(**MODERN), torch.Generator().manual_seed(0)).eval()  # type: ignore[arg-type]
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "norm" in name:
+                value.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(50, (3, 12), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        theirs = as_llama(model)(tokens).logits
+        torch.testing.assert_close(model.output(model(tokens)), theirs)
+        other = as_llama(model.double().float())(tokens.roll(1, 1)).logits
+    assert not torch.allclose(other, theirs)
+
+
+def test_the_modern_models_forms_give_its_logits() -> None:
+    """Shared keys and rotary positions, found by the same recipes as anybody's model."""
+    model = Transformer(TransformerConfig(**MODERN), torch.Generator().manual_seed(0)).eval()  # type: ignore[arg-type]
+    seen: list[tuple[Tensor, Tensor]] = []
+    attention = model.layers[0].self_attn
+    attention.watchers.append(lambda query, key: seen.append((query, key)))
+    shown = torch.randn(1, 12, 16, generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        attention(shown)
+        live, *_ = find_attention(model)
+        form = live.form()
+    assert (live.layout.heads, live.layout.kv_heads) == (4, 2)
+    assert form.rotary is not None
+    ((query, key),) = seen
+    theirs = (query @ key.mT * attention.scaling)[0]
+    for at, by in ((11, 3), (5, 5), (7, 0)):
+        asking = form.rotary.turn(
+            form.query @ shown[0, at], form.rotary.phases(torch.tensor(at - by)).to(torch.cfloat)
+        )
+        mine = (asking * (form.key @ shown[0, by])).sum(-1)
+        torch.testing.assert_close(mine / form.temperature, theirs[:, at, by])
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"heads": 4, "kv_heads": 3}, "4 heads with 3 heads of keys"),
+        ({"qk": "joint", "positions": "rotary"}, "one matrix W_QK a head goes with neither"),
+        ({"tied": True, "task": "masked"}, "have different rows"),
+    ],
+)
+def test_shapes_that_make_no_model_are_refused(changes: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        TransformerConfig(vocabulary=10, **changes)  # type: ignore[arg-type]

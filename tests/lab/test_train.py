@@ -18,6 +18,7 @@ from locater.audit import audit_model, audit_timeline
 from locater.core.penalty import LocAteRConfig
 from locater.errors import ConfigError, InputError, LocaterError
 from locater.lab.data import load_corpus
+from locater.lab.material import load_material
 from locater.lab.measure import Meter
 from locater.lab.run import DivergedError, Run, RunFolder, rounded
 from locater.lab.settings import TrainConfig
@@ -66,7 +67,10 @@ KINDS = {
     "sigma-reparam": {"scale_strength": 0.0, "mean_strength": 0.0, "stabilizer": "sigma-reparam"},
     "masked": {"task": "masked"},
     "bf16": {"precision": "bf16"},
-}
+    "modern": {"heads": 4, "kv_heads": 2, "positions": "rotary", "norm": "pre", "norm_kind": "rms",
+               "activation": "swiglu", "bias": False, "tied": True, "warmup": 3,
+               "schedule": "cosine", "clip": 1.0},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -390,3 +394,30 @@ def test_a_share_of_a_text_is_its_first_lines(text: Path, tmp_path: Path) -> Non
     for share in (0.0, 1.5):
         with pytest.raises(ConfigError, match="share must be above 0 and at most 1"):
             replace(SMALL, share=share)
+
+
+def test_the_learning_rate_warms_up_and_falls_and_gradients_are_clipped(
+    text: Path, tmp_path: Path
+) -> None:
+    """Against a loop by hand: two runs differ in nothing else."""
+    config = replace(SMALL, warmup=4, schedule="cosine", clip=0.05, scale_strength=0.0,
+                     mean_strength=0.0, dropout=0.0)  # fmt: skip
+    run = finish(config, tmp_path / "run", text)
+    material = load_material(config, str(text))
+    model = material.model(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=0.01)
+    losses = []
+    for step in range(12):
+        rise = (step + 1) / 4
+        fall = (1 + math.cos(math.pi * (step - 4) / 8)) / 2
+        optimizer.param_groups[0]["lr"] = 1e-2 * (rise if step < 4 else fall)
+        loss = model.loss(*material.train.at(step))
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        assert norm > 0.05  # it does act
+        optimizer.step()
+        losses.append(loss.item())
+    found = [record["train_loss"] for record in run.records[1:]]
+    expected = [sum(losses[at : at + 3]) / 3 for at in range(0, 12, 3)]
+    assert found == pytest.approx(expected, rel=1e-5)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from locater.errors import ConfigError
 from locater.lab.batches import Batches, ImageBatches, MaskedBatches, generator, load_digits
 from locater.lab.data import Corpus, load_corpus
 from locater.lab.measure import Source
-from locater.lab.model import Transformer, TransformerConfig
+from locater.lab.model import Shape, Transformer, TransformerConfig
 from locater.lab.settings import TrainConfig
 
 DIGITS = "digits"
@@ -37,19 +37,11 @@ class Material:
 
     def model(self, config: TrainConfig) -> Transformer:
         """The model of these settings, as it is before the first step."""
-        shape = TransformerConfig(
-            vocabulary=self.vocabulary,
-            dim=config.dim,
-            layers=config.layers,
-            length=self.length,
-            norm=config.norm,
-            task=config.task,
-            dropout=config.dropout,
-            qk=config.qk,
-            qk_bias=config.qk_bias,
-            patch=_PATCH**2,
+        shape = {field.name: getattr(config, field.name) for field in fields(Shape)}
+        full = TransformerConfig(
+            **shape, vocabulary=self.vocabulary, length=self.length, patch=_PATCH**2
         )
-        return Transformer(shape, generator("model", config.seed))
+        return Transformer(full, generator("model", config.seed))
 
 
 def corpus_name(source: str, task: str = "causal") -> str:

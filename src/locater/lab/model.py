@@ -6,10 +6,11 @@ by √d, biases everywhere but in the untied output layer.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args, get_type_hints
 
 import torch
 from jaxtyping import Float, Int64, Num
@@ -20,62 +21,127 @@ from locater.errors import ConfigError
 from locater.lab.loss import linear_cross_entropy
 
 Norm = Literal["post", "pre", "none"]
+NormKind = Literal["layer", "rms"]
+Positions = Literal["sinusoidal", "rotary"]
+Activation = Literal["relu", "swiglu"]
 Task = Literal["causal", "masked", "vision"]
 QK = Literal["factored", "joint"]
 Watcher = Callable[[Tensor, Tensor], None]
+ROPE_THETA = 10_000.0
 _FIRST_POSITION = 2  # fairseq counts positions from its padding index, 1, plus one
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransformerConfig:
-    """Shape and task of a model; the defaults are Section 7's."""
+class Shape:
+    """What a model is made of; the defaults are Section 7's."""
+
+    task: Task = "causal"
+    """Predict the next token, hidden tokens (BERT-like), or which digit a picture shows (ViT)."""
+    layers: int = 1
+    dim: int = 128
+    """d, the width of tokens and attention."""
+    ffn: int | None = None
+    """Width of the feed-forward net; d where none is given."""
+    heads: int = 1
+    kv_heads: int | None = None
+    """Heads of keys and values, which several query heads share; as many where none is given."""
+    norm: Norm = "post"
+    """Normalization after each residual sum, before each block, or none at all."""
+    norm_kind: NormKind = "layer"
+    """LayerNorm, or RMSNorm."""
+    positions: Positions = "sinusoidal"
+    """Added to the tokens, or queries and keys turned by them (rotary)."""
+    activation: Activation = "relu"
+    """Of the feed-forward net; swiglu has a gate of its own."""
+    bias: bool = True
+    """Biases of all linear layers but the output."""
+    qk: QK = "factored"
+    """W_Q and W_K, or one d × d matrix W_QK a head as in Section 2."""
+    qk_bias: bool = True
+    """Biases of queries and keys: they select tokens where W_QK is zero; no penalty sees them."""
+    tied: bool = False
+    """One matrix for embeddings and output."""
+    dropout: float = 0.1
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
+        for field in dataclasses.fields(self):
+            choices, value = get_args(hints[field.name]), getattr(self, field.name)
+            if choices and all(isinstance(one, str) for one in choices) and value not in choices:
+                raise ConfigError(
+                    f"unknown {field.name} {value!r}.",
+                    hint="choose one of: " + ", ".join(choices) + ".",
+                )
+        for name, least in (("layers", 1), ("dim", 4), ("heads", 1), ("kv_heads", 1), ("ffn", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(
+                    f"{name} must be at least {least}, got {value}.",
+                    hint="the paper has dim 32 or 128, 1, 3 or 6 layers, one head.",
+                )
+        shared = self.kv_heads or self.heads
+        if self.dim % self.heads or self.heads % shared:
+            raise ConfigError(
+                f"{self.heads} heads with {shared} heads of keys do not divide {self.dim} "
+                "dimensions.",
+                hint="the heads divide dim, and the heads of keys divide the heads.",
+            )
+        if self.dim % 2 or (self.positions == "rotary" and self.dim // self.heads % 2):
+            raise ConfigError(
+                f"positions need pairs of dimensions; dim is {self.dim} and a head has "
+                f"{self.dim // self.heads}.",
+                hint="the paper has dim 32 or 128.",
+            )
+        if self.qk == "joint" and (shared != self.heads or self.positions == "rotary"):
+            raise ConfigError(
+                "one matrix W_QK a head goes with neither shared keys nor rotary positions.",
+                hint="use qk='factored'.",
+            )
+        if self.tied and self.task != "causal":
+            raise ConfigError(
+                f"embeddings and output of the task {self.task!r} have different rows.",
+                hint="tied=True is for causal models.",
+            )
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(
+                f"dropout must be from 0 to below 1, got {self.dropout}.", hint="the paper has 0.1."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig(Shape):
+    """A shape for a vocabulary and a length."""
 
     vocabulary: int
     """Tokens it can predict; for `vision`, the number of classes."""
-    dim: int = 128
-    ffn: int | None = None
-    """Width of the feed-forward layer; as wide as the model where none is given."""
-    layers: int = 1
-    heads: int = 1
     length: int = 64
     """Tokens in a sequence, T; for `vision`, patches in an image."""
-    norm: Norm = "post"
-    """LayerNorm after each residual sum, before each block, or none at all."""
-    task: Task = "causal"
-    """Predict the next token, hidden tokens (BERT-like), or an image's class (ViT)."""
-    dropout: float = 0.1
-    qk: QK = "factored"
-    """W_Q and W_K, or one matrix W_QK a head as in Section 2."""
-    qk_bias: bool = True
-    """Biases of queries and keys: they select tokens where W_QK is zero."""
     patch: int = 4
     """Pixels in a patch, for `vision`."""
 
     def __post_init__(self) -> None:
-        for name in ("vocabulary", "dim", "layers", "heads", "length", "patch"):
+        Shape.__post_init__(self)
+        for name in ("vocabulary", "length", "patch"):
             if getattr(self, name) < 1:
                 raise ConfigError(
                     f"{name} must be one or more, got {getattr(self, name)}.",
-                    hint="the paper has dim 32 or 128, 1, 3 or 6 layers, one head, length 64.",
+                    hint="the paper has sequences of 64 tokens.",
                 )
-        if self.dim % self.heads:
-            raise ConfigError(
-                f"{self.heads} heads do not divide {self.dim} dimensions.",
-                hint="the paper has one head.",
-            )
-        if self.dim < 4 or self.dim % 2:
-            raise ConfigError(
-                f"sinusoidal positions need an even dim of at least 4, got {self.dim}.",
-                hint="the paper has 32 or 128.",
-            )
-        if not 0 <= self.dropout < 1:
-            raise ConfigError(f"dropout must lie in [0, 1), got {self.dropout}.", hint="try 0.1.")
-        for name, known in (("norm", Norm), ("task", Task), ("qk", QK)):
-            if getattr(self, name) not in known.__args__:  # type: ignore[attr-defined]
-                choices = ", ".join(known.__args__)  # type: ignore[attr-defined]
-                raise ConfigError(
-                    f"unknown {name} {getattr(self, name)!r}.", hint=f"use one of {choices}."
-                )
+
+    @property
+    def described(self) -> dict[str, object]:
+        """What stands beside stored weights, so that `locater audit` reads them like any other."""
+        found: dict[str, object] = {"model_type": "locater", "num_attention_heads": self.heads}
+        if self.kv_heads is not None:
+            found["num_key_value_heads"] = self.kv_heads
+        if self.rope_theta is not None:
+            found["rope_theta"] = self.rope_theta
+        return found
+
+    @property
+    def rope_theta(self) -> float | None:
+        """The base of the rotary frequencies; None without rotary positions."""
+        return ROPE_THETA if self.positions == "rotary" else None
 
 
 class Attention(nn.Module):
@@ -84,13 +150,16 @@ class Attention(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         dim, self.num_heads = config.dim, config.heads
+        self.num_key_value_heads = config.kv_heads or config.heads
         self.is_causal = config.task == "causal"
         self.scaling = (dim // config.heads) ** -0.5
-        is_joint = config.qk == "joint"
-        self.q_proj = nn.Linear(dim, dim * (config.heads if is_joint else 1), bias=config.qk_bias)
-        self.k_proj = nn.Linear(dim, dim, bias=config.qk_bias and not is_joint)
-        self.v_proj = nn.Linear(dim, dim)
-        self.out_proj = nn.Linear(dim, dim)
+        self.rope_theta = config.rope_theta
+        is_joint, qk_bias = config.qk == "joint", config.qk_bias and config.bias
+        shared = dim // config.heads * self.num_key_value_heads
+        self.q_proj = nn.Linear(dim, dim * (config.heads if is_joint else 1), bias=qk_bias)
+        self.k_proj = nn.Linear(dim, shared, bias=qk_bias and not is_joint)
+        self.v_proj = nn.Linear(dim, shared, bias=config.bias)
+        self.out_proj = nn.Linear(dim, dim, bias=config.bias)
         self.q_norm: nn.Module = nn.Identity()
         self.k_norm: nn.Module = nn.Identity()
         self.head_dim = self.q_proj.out_features // self.num_heads
@@ -103,8 +172,11 @@ class Attention(nn.Module):
         query = self.q_norm(self._split(self.q_proj(hidden), self.head_dim))
         key = self.k_norm(self._split(self.k_proj(hidden), self.head_dim))
         value = self._split(self.v_proj(hidden), hidden.shape[-1] // self.num_heads)
-        if key.shape[1] != query.shape[1]:  # one matrix a head: every head's keys are the tokens
-            key = key.expand_as(query)
+        if self.rope_theta is not None:
+            query, key = rotated(query, self.rope_theta), rotated(key, self.rope_theta)
+        if key.shape[1] != query.shape[1]:  # shared by several heads; of a joint W_QK by all
+            key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+            value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
         for watch in self.watchers:
             watch(query, key)
         if self.soft_cap is None:
@@ -136,20 +208,34 @@ class Block(nn.Module):
         super().__init__()
         dim, ffn = config.dim, config.ffn or config.dim
         self.self_attn = Attention(config)
-        self.fc1, self.fc2 = nn.Linear(dim, ffn), nn.Linear(ffn, dim)
+        self.fc1 = nn.Linear(dim, ffn, bias=config.bias)
+        self.fc2 = nn.Linear(ffn, dim, bias=config.bias)
+        self.gate: nn.Module | None = None
+        if config.activation == "swiglu":
+            self.gate = nn.Linear(dim, ffn, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
-        before, after = config.norm == "pre", config.norm == "post"
-        self.attn_norm_before = nn.LayerNorm(dim) if before else nn.Identity()
-        self.attn_norm_after = nn.LayerNorm(dim) if after else nn.Identity()
-        self.ffn_norm_before = nn.LayerNorm(dim) if before else nn.Identity()
-        self.ffn_norm_after = nn.LayerNorm(dim) if after else nn.Identity()
+        self.attn_norm_before, self.ffn_norm_before = (_norm(config, "pre") for _ in range(2))
+        self.attn_norm_after, self.ffn_norm_after = (_norm(config, "post") for _ in range(2))
 
     def forward(self, hidden: Float[Tensor, "batch length model"]) -> Tensor:
         """One layer of the model."""
         mixed = self.dropout(self.self_attn(self.attn_norm_before(hidden)))
         hidden = self.attn_norm_after(hidden + mixed)
-        inner = functional.relu(self.fc1(self.ffn_norm_before(hidden)))
+        shown = self.ffn_norm_before(hidden)
+        if self.gate is None:
+            inner = functional.relu(self.fc1(shown))
+        else:
+            inner = functional.silu(self.gate(shown)) * self.fc1(shown)
         return self.ffn_norm_after(hidden + self.dropout(self.fc2(inner)))
+
+
+def _norm(config: TransformerConfig, place: Norm) -> nn.Module:
+    """The normalization that stands at a place, if one does."""
+    if config.norm != place:
+        return nn.Identity()
+    return (
+        nn.RMSNorm(config.dim, eps=1e-6) if config.norm_kind == "rms" else nn.LayerNorm(config.dim)
+    )
 
 
 class Transformer(nn.Module):
@@ -182,9 +268,11 @@ class Transformer(nn.Module):
             self.embedding = nn.Embedding(rows, config.dim)
         self.register_buffer("positions", sinusoids(config.length, config.dim), persistent=False)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.final_norm = nn.LayerNorm(config.dim) if config.norm == "pre" else nn.Identity()
+        self.final_norm = _norm(config, "pre")
         self.dropout = nn.Dropout(config.dropout)
         self.output = nn.Linear(config.dim, config.vocabulary, bias=False)
+        if config.tied and isinstance(self.embedding, nn.Embedding):
+            self.output.weight = self.embedding.weight
 
     def forward(self, inputs: Num[Tensor, "batch length *pixels"]) -> Tensor:
         """Hidden states of the last layer; logits are `output(hidden)`."""
@@ -196,7 +284,9 @@ class Transformer(nn.Module):
         hidden = self.embedding(inputs)
         if self.config.task != "vision":
             hidden = hidden * math.sqrt(self.config.dim)
-        hidden = self.dropout(hidden + self.positions[: inputs.shape[1]])
+        if self.config.positions == "sinusoidal":
+            hidden = hidden + self.positions[: inputs.shape[1]]
+        hidden = self.dropout(hidden)
         for layer in self.layers:
             hidden = layer(hidden)
         return self.final_norm(hidden)
@@ -228,7 +318,8 @@ class Transformer(nn.Module):
                 self._reset_attention(attention, generator)
         if isinstance(self.embedding, nn.Embedding):
             self.embedding.weight.normal_(0, dim**-0.5, generator=generator)
-        self.output.weight.normal_(0, dim**-0.5, generator=generator)
+        if not self.config.tied:
+            self.output.weight.normal_(0, dim**-0.5, generator=generator)
 
     def _reset_attention(self, attention: Attention, generator: torch.Generator) -> None:
         dim = self.config.dim
@@ -237,12 +328,25 @@ class Transformer(nn.Module):
             part.weight.uniform_(-bound, bound, generator=generator)
         bound = math.sqrt(3 / dim)
         attention.out_proj.weight.uniform_(-bound, bound, generator=generator)
-        attention.out_proj.bias.zero_()
+        if attention.out_proj.bias is not None:
+            attention.out_proj.bias.zero_()
         if self.config.qk == "joint":  # as wide as the product W_Qᵀ W_K would be
             spread = math.sqrt(dim // self.config.heads) / (2 * dim)
             attention.q_proj.weight.normal_(0, spread, generator=generator)
             attention.k_proj.weight.copy_(torch.eye(dim))
             attention.k_proj.weight.requires_grad_(False)
+
+
+def rotated(
+    rows: Float[Tensor, "batch heads length head"], theta: float
+) -> Float[Tensor, "batch heads length head"]:
+    """Turn the pairs (x_i, x_{i + head/2}) by position · θ^(−2i/head), as Llama does."""
+    half = rows.shape[-1] // 2
+    rate = theta ** (-torch.arange(half, device=rows.device, dtype=torch.float32) / half)
+    angle = torch.arange(rows.shape[-2], device=rows.device)[:, None] * rate
+    cosine, sine = angle.cos().to(rows.dtype), angle.sin().to(rows.dtype)
+    left, right = rows[..., :half], rows[..., half:]
+    return torch.cat([left * cosine - right * sine, right * cosine + left * sine], dim=-1)
 
 
 def sinusoids(length: int, dim: int) -> Float[Tensor, "length dim"]:

@@ -90,6 +90,32 @@ def base(dim: int = 128, layers: int = 1, *, cpu: bool = False, **changes: Any) 
     return replace(config, **changes)
 
 
+def modern(**changes: Any) -> TrainConfig:
+    """What is trained today, in the laboratory's size: as Llama is built, warmed up, clipped."""
+    config = base(128, 2, cpu=True)
+    return replace(
+        replace(
+            config,
+            heads=4,
+            kv_heads=2,
+            ffn=344,
+            norm="pre",
+            norm_kind="rms",
+            positions="rotary",
+            activation="swiglu",
+            bias=False,
+            tied=True,
+            dropout=0.0,
+            warmup=100,
+            schedule="cosine",
+            clip=1.0,
+            weight_decay=0.1,
+            learning_rate=2e-3,
+        ),
+        **changes,
+    )
+
+
 def with_locater(config: TrainConfig, reading: Reading, kappa: float) -> TrainConfig:
     """κ₁ = 100 and κ₂ under a reading of the paper.
 
@@ -435,6 +461,7 @@ PRESETS: dict[str, TrainConfig] = {
     **{f"{name}-cpu": base(*_FIGURES[name], cpu=True) for name in _FIGURES},
     **{reading: with_locater(base(), reading, 1.0) for reading in READINGS},
     **{f"{reading}-cpu": with_locater(base(32, cpu=True), reading, 1.0) for reading in READINGS},
+    "modern": modern(),
     "tiny": SWEEPS["tiny"].settings[0].config,
 }
 """Single runs: a figure's size without LocAteR, or a reading of LocAteR with κ₂ = 1."""

@@ -33,8 +33,6 @@ Record = dict[str, Any]
 KEPT = 2
 """Checkpoints on disk: the last, and the one before it in case the last is damaged."""
 LOCK = ".lock"
-MODEL = {"model_type": "locater", "num_attention_heads": 1}
-"""What stands beside a checkpoint's weights, so that `locater audit` reads it like any other."""
 
 
 class DivergedError(LocaterError):
@@ -206,8 +204,14 @@ class RunFolder:
                 "checkpoint.",
             ) from error
 
-    def save(self, step: int, model: Mapping[str, Tensor], state: Mapping[str, Tensor],
-             carried: Record) -> None:  # fmt: skip
+    def save(
+        self,
+        step: int,
+        model: Mapping[str, Tensor],
+        state: Mapping[str, Tensor],
+        carried: Record,
+        described: Record,
+    ) -> None:
         """Put a checkpoint in place whole, then let go of all but the last two."""
         if not self.is_writer:
             return
@@ -220,7 +224,7 @@ class RunFolder:
         }
         parts |= {
             "manifest.json": _pretty(manifest).encode(),
-            "config.json": _pretty(MODEL).encode(),
+            "config.json": _pretty(described).encode(),
         }
         place, draft = self.checkpoints / f"step-{step:08d}", self.checkpoints / f".step-{step:08d}"
         try:

@@ -7,18 +7,18 @@ import json
 import math
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal
 
 from locater.core.penalty import LocAteRConfig, TargetUnit
 from locater.errors import ConfigError
-from locater.lab.model import QK, Norm, Task
+from locater.lab.model import Shape
 from locater.lab.stabilizers import Stabilizer
 
 Normalization = Literal["mean", "sum"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(Shape):
     """One training run: the defaults are the paper's Section 7 (d = 128, one layer)."""
 
     corpus: str = "wikitext-2"
@@ -28,24 +28,18 @@ class TrainConfig:
     """Cuts the vocabulary; needed for bpe."""
     share: float = 1.0
     """Train on this share of the text, its first lines; the vocabulary is learned from them."""
-    task: Task = "causal"
-    """Predict the next token, hidden tokens, or which digit a picture shows."""
-    layers: int = 1
-    dim: int = 128
-    """d, the width of tokens, attention and feed-forward net alike."""
-    norm: Norm = "post"
-    """Where layer normalization stands."""
-    qk: QK = "factored"
-    """W_Q and W_K, or one d × d matrix W_QK as in Section 2."""
-    qk_bias: bool = True
-    """Biases of queries and keys; the penalty does not see them."""
-    dropout: float = 0.1
     tokens: int = 64
     """T, the length of a sequence."""
     batch: int = 64
     """Sequences in a step, over all processes together."""
     steps: int = 50_000
     learning_rate: float = 2.5e-5
+    warmup: int = 0
+    """Steps over which the learning rate rises to its value."""
+    schedule: Literal["constant", "cosine"] = "constant"
+    """What the learning rate does after that; cosine falls to zero at the last step."""
+    clip: float = 0.0
+    """The largest norm that a step's gradient may have; zero lets it be."""
     weight_decay: float = 0.01
     """Decoupled, on all parameters, as in fairseq."""
     scale_strength: float = 0.0
@@ -79,15 +73,8 @@ class TrainConfig:
     """Evaluations without a better one after which training ends; zero never ends it early."""
 
     def __post_init__(self) -> None:
-        hints = get_type_hints(TrainConfig)
-        for field in dataclasses.fields(TrainConfig):
-            choices, value = get_args(hints[field.name]), getattr(self, field.name)
-            if choices and all(isinstance(one, str) for one in choices) and value not in choices:
-                raise ConfigError(
-                    f"unknown {field.name} {value!r}.",
-                    hint="choose one of: " + ", ".join(choices) + ".",
-                )
-        for name, least in (("layers", 1), ("dim", 4), ("tokens", 2), ("batch", 1),
+        Shape.__post_init__(self)
+        for name, least in (("tokens", 2), ("batch", 1),
                             ("steps", 1), ("measure_every", 1), ("predict_every", 1),
                             ("evaluations", 1), ("patience", 0)):  # fmt: skip
             if getattr(self, name) < least:
@@ -110,11 +97,27 @@ class TrainConfig:
                 f"share must be above 0 and at most 1, got {self.share}.",
                 hint="0.15 trains on the first 15 % of the text's lines.",
             )
-        if not 0 <= self.dropout < 1:
-            raise ConfigError(
-                f"dropout must be from 0 to below 1, got {self.dropout}.", hint="the paper has 0.1."
-            )
+        for name in ("warmup", "clip"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(
+                    f"{name} must be zero or more, got {getattr(self, name)}.",
+                    hint="zero switches it off, as in the paper.",
+                )
         self.penalty  # noqa: B018  (bad strengths are said here)
+
+    def rate_at(self, step: int) -> float:
+        """The learning rate of a step, counted from 0.
+
+        >>> config = TrainConfig(learning_rate=1.0, warmup=2, steps=4, schedule="cosine")
+        >>> [round(config.rate_at(step), 3) for step in range(4)]
+        [0.5, 1.0, 1.0, 0.5]
+        """
+        if step < self.warmup:
+            return self.learning_rate * (step + 1) / self.warmup
+        if self.schedule == "constant":
+            return self.learning_rate
+        done = (step - self.warmup) / max(self.steps - self.warmup, 1)
+        return self.learning_rate * (1 + math.cos(math.pi * done)) / 2
 
     @property
     def evaluation_steps(self) -> tuple[int, ...]:

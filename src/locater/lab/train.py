@@ -259,6 +259,10 @@ class _Loop:
         value, whole = values.tolist()
         if not math.isfinite(whole):
             raise DivergedError(self.step, first_not_finite(self.objective, inputs, targets))
+        if self.config.clip:
+            self.accelerator.clip_grad_norm_(self.objective.parameters(), self.config.clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.config.rate_at(self.step)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.stabilizer.after_step()
@@ -382,7 +386,7 @@ class _Loop:
         if self.best is not None:
             state.update({f"best.{name}": value for name, value in self.best.model.items()})
             carried["best"] = [self.best.step, self.best.loss]
-        folder.save(self.step, model, state, carried)
+        folder.save(self.step, model, state, carried, self.model.config.described)
 
     def progress(self) -> Progress:
         """Where we are."""
@@ -470,4 +474,5 @@ def _part(state: dict[str, Tensor], prefix: str) -> dict[str, Any]:
 
 
 def _without_prefix(state: dict[str, Any]) -> dict[str, Tensor]:
-    return {name.removeprefix("model."): value.cpu() for name, value in state.items()}
+    """The model's own names; copies, for tied weights share memory and files do not."""
+    return {name.removeprefix("model."): value.cpu().clone() for name, value in state.items()}
