@@ -25,6 +25,7 @@ def write_file(path: Path, data: str | bytes) -> Path:
                 os.fsync(file.fileno())
             Path(name).chmod(0o644)
             Path(name).replace(path)
+            sync_folder(path.parent)
         except BaseException:
             Path(name).unlink(missing_ok=True)
             raise
@@ -34,3 +35,14 @@ def write_file(path: Path, data: str | bytes) -> Path:
             hint="choose another place or make room; what stood there before is unharmed.",
         ) from error
     return path
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder durable: the sync of a file does not."""
+    if os.name == "nt":  # pragma: no cover - folders cannot be opened there
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

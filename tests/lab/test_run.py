@@ -96,7 +96,7 @@ except LocaterError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "cannot write" in done.stdout and "the last checkpoint is whole" in done.stdout
+    assert "cannot write" in done.stdout and "the checkpoint before it is whole" in done.stdout
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
     checkpoint, said = run.restore()
     assert checkpoint is not None and (checkpoint.step, said) == (1, [])

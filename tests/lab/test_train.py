@@ -421,3 +421,117 @@ def test_the_learning_rate_warms_up_and_falls_and_gradients_are_clipped(
     found = [record["train_loss"] for record in run.records[1:]]
     expected = [sum(losses[at : at + 3]) / 3 for at in range(0, 12, 3)]
     assert found == pytest.approx(expected, rel=1e-5)
+
+
+EACH = """
+import errno, json, os, shutil, sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from locater.errors import LocaterError
+from locater.lab.material import load_material
+from locater.lab.run import RunFolder
+from locater.lab.settings import TrainConfig
+from locater.lab.train import train
+config, base, text, kind = TrainConfig.from_dict(json.loads(sys.argv[1])), *sys.argv[2:]
+base = Path(base)
+load_material(config, text)  # once, for all children
+
+def go(out):
+    train(config, out, data=text, checkpoint_every=4, trackers=())
+
+def fail_at(count):
+    "The call of this number, of all that change the disk, does not come back."
+    def watched(call):
+        def instead(*args, **kwargs):
+            left[0] -= 1
+            if left[0] == 0:
+                if kind == "kill":
+                    os._exit(9)
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return call(*args, **kwargs)
+        return instead
+    for owner, name in ((os, "fsync"), (os, "replace"), (os, "rename"), (os, "mkdir"),
+                        (os, "truncate"), (os, "unlink"), (os, "rmdir")):
+        setattr(owner, name, watched(getattr(owner, name)))
+
+left = [0]
+
+def child(work, count=0):
+    left[0] = count
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        except LocaterError as error:
+            print(error.message, file=sys.stderr)
+            os._exit(1)
+        except BaseException as error:
+            print(repr(error), file=sys.stderr)
+            os._exit(3)
+        os._exit(5 if left[0] > 0 else 0)  # 5: it never came to that call
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+def bytes_of(out):
+    files = [out / "metrics.jsonl", *out.glob("checkpoints/step-00000012/*.safetensors")]
+    return {str(file.relative_to(out)): file.read_bytes() for file in files}
+
+for count in range(1, 200):
+    out = base / str(count)
+    shutil.copytree(base / "begun", out)
+    code = child(lambda: (fail_at(count), go(out)), count)
+    folder = RunFolder(out, is_writer=False)
+    said = folder.load().final is not None
+    steps = [path.name for path in (out / "checkpoints").glob("step-*")]
+    row = {"code": code, "said": said, "there": folder.finished() is not None, "steps": steps}
+    assert child(lambda: go(out)) == 0
+    row["same"] = bytes_of(out) == bytes_of(base / "whole")
+    print(json.dumps(row), flush=True)
+    shutil.rmtree(out)
+    if code == 5:
+        break
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"), [("kill", 9), pytest.param("full disk", 1, marks=pytest.mark.slow)]
+)
+def test_nothing_is_reported_that_is_not_there_whatever_fails_in_the_last_save(
+    kind: str, code: int, text: Path, tmp_path: Path
+) -> None:
+    """At every call that changes the disk, from the last checkpoint but one to the end."""
+    config = replace(SMALL, evaluations=3)
+    finish(config, tmp_path / "whole", text)
+
+    def stop(progress: object) -> None:
+        if progress.step == 11:  # type: ignore[attr-defined]
+            raise KeyboardInterrupt
+
+    begun = tmp_path / "begun"
+    with pytest.raises(KeyboardInterrupt):
+        train(config, begun, data=str(text), checkpoint_every=4, trackers=(), report=stop)
+    settings = json.dumps({**config.changes()})
+    done = subprocess.run(
+        [sys.executable, "-c", EACH, settings, str(tmp_path), str(text), kind],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) > 15  # four files, their names, the folder's, the old ones, the record
+    assert {row["code"] for row in rows[:-1]} <= {code, 0}  # 0: an old folder that stays hurts not
+    assert sum(row["code"] == code for row in rows) > 12
+    assert rows[-1]["code"] == 5
+    assert all(row["there"] for row in rows if row["said"])
+    assert any(row["said"] for row in rows)
+    assert any(not row["said"] for row in rows)
+    assert all(row["same"] for row in rows)
+
+
+def test_a_run_whose_last_model_is_gone_is_not_finished(text: Path, tmp_path: Path) -> None:
+    whole = finish(SMALL, tmp_path / "run", text)
+    before = contents(tmp_path / "run")
+    (last,) = (tmp_path / "run" / "checkpoints").glob("step-00000012")
+    (last / "model.safetensors").write_bytes(b"")
+    assert RunFolder(tmp_path / "run", is_writer=False).finished() is None
+    assert finish(SMALL, tmp_path / "run", text).records == whole.records
+    assert contents(tmp_path / "run") == before

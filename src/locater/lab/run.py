@@ -21,7 +21,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from locater.errors import InputError, LocaterError
-from locater.files import write_file
+from locater.files import sync_folder, write_file
 from locater.lab.settings import TrainConfig
 
 try:
@@ -33,6 +33,7 @@ Record = dict[str, Any]
 KEPT = 2
 """Checkpoints on disk: the last, and the one before it in case the last is damaged."""
 LOCK = ".lock"
+_DAMAGE = (OSError, ValueError, KeyError, TypeError, SafetensorError)
 
 
 class DivergedError(LocaterError):
@@ -198,11 +199,7 @@ class RunFolder:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            raise LocaterError(
-                f"cannot write {self.metrics}: {error.strerror}.",
-                hint="make room, then run the same command again: it goes on from the last "
-                "checkpoint.",
-            ) from error
+            raise _unwritten(self.metrics, error) from error
 
     def save(
         self,
@@ -210,7 +207,7 @@ class RunFolder:
         model: Mapping[str, Tensor],
         state: Mapping[str, Tensor],
         carried: Record,
-        described: Record,
+        described: Record | None = None,
     ) -> None:
         """Put a checkpoint in place whole, then let go of all but the last two."""
         if not self.is_writer:
@@ -224,7 +221,7 @@ class RunFolder:
         }
         parts |= {
             "manifest.json": _pretty(manifest).encode(),
-            "config.json": _pretty(described).encode(),
+            "config.json": _pretty(described or {}).encode(),
         }
         place, draft = self.checkpoints / f"step-{step:08d}", self.checkpoints / f".step-{step:08d}"
         try:
@@ -233,11 +230,15 @@ class RunFolder:
                 write_file(draft / name, data)
             shutil.rmtree(place, ignore_errors=True)
             draft.rename(place)
-        except LocaterError as error:
+            sync_folder(self.checkpoints)
+        except (LocaterError, OSError) as error:
             shutil.rmtree(draft, ignore_errors=True)
             raise LocaterError(
-                error.message,
-                hint="make room, then run the same command again: the last checkpoint is whole.",
+                error.message
+                if isinstance(error, LocaterError)
+                else f"cannot write {place}: {error}.",
+                hint="make room, then run the same command again: the checkpoint before it is "
+                "whole.",
             ) from error
         for old in self._steps()[:-KEPT]:
             shutil.rmtree(old, ignore_errors=True)
@@ -256,7 +257,7 @@ class RunFolder:
         for place in reversed(self._steps()):
             try:
                 checkpoint = _read(place)
-            except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            except _DAMAGE as error:
                 said.append(f"checkpoint {place.name} is damaged ({error}); taking an earlier one.")
                 continue
             size = self.metrics.stat().st_size if self.metrics.exists() else 0
@@ -274,12 +275,34 @@ class RunFolder:
         """The run as it is on disk now."""
         return Run.load(self.path)
 
+    def finished(self) -> Run | None:
+        """The run if it came to its end and its last model is there, whole; else None."""
+        run = self.load()
+        if run.final is None or run.has_diverged:
+            return None
+        try:
+            _read(self.checkpoints / f"step-{run.final['step']:08d}")
+        except _DAMAGE:
+            return None
+        return run
+
     def _steps(self) -> list[Path]:
         return sorted(self.checkpoints.glob("step-*"))
 
     def _truncate(self, size: int) -> None:
-        if self.is_writer and self.metrics.exists():
+        if not self.is_writer or not self.metrics.exists():
+            return
+        try:
             os.truncate(self.metrics, size)
+        except OSError as error:
+            raise _unwritten(self.metrics, error) from error
+
+
+def _unwritten(path: Path, error: OSError) -> LocaterError:
+    return LocaterError(
+        f"cannot write {path}: {error.strerror or error}.",
+        hint="make room, then run the same command again: it goes on from the last checkpoint.",
+    )
 
 
 def _is_beginning(path: Path) -> bool:

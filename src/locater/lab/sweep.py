@@ -19,7 +19,7 @@ from locater.engines import Engine, run_units
 from locater.errors import InputError, LocaterError
 from locater.lab.material import load_material
 from locater.lab.presets import CONFIRMATION, Setting, Sweep
-from locater.lab.run import DivergedError, Run
+from locater.lab.run import DivergedError, Run, RunFolder
 from locater.lab.settings import TrainConfig
 from locater.lab.verdict import chosen
 
@@ -38,16 +38,16 @@ class SweepFolders:
 
     def finished(self, config: TrainConfig) -> Run | None:
         """The run of these settings, if it has come to its end."""
-        places = [(self.out / config.digest, self.out / config.digest / "config.json")]
-        if self.results is not None:
-            published = self.results / f"{config.digest}.jsonl"
-            places.insert(0, (published, published))
-        for place, sign in places:
-            if sign.exists():
-                run = Run.load(place)
-                if run.final is not None and run.config == config:
-                    return run
-        return None
+        found = None
+        published = self.results / f"{config.digest}.jsonl" if self.results is not None else None
+        if published is not None and published.exists():
+            found = Run.load(published)
+        elif (self.out / config.digest / "config.json").exists():
+            folder = RunFolder(self.out / config.digest, is_writer=False)
+            found = folder.finished()
+            if found is None and folder.load().has_diverged:
+                found = folder.load()
+        return found if found and found.final is not None and found.config == config else None
 
 
 def run_sweep(

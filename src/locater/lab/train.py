@@ -89,8 +89,8 @@ def train(
     folder = RunFolder(out, is_writer=accelerator.is_main_process)
     with accelerator.main_process_first():
         folder.open(config, describe_environment(material.corpus))
-    found = folder.load() if (out / "config.json").exists() else None
-    if found is not None and found.final is not None and not found.has_diverged:
+    found = folder.finished() if (out / "config.json").exists() else None
+    if found is not None:
         return found
     folder.hold()
     try:
@@ -129,20 +129,20 @@ def _go_on(
 
 def _run(loop: _Loop, folder: RunFolder, checkpoint_every: int, report: Report) -> None:
     """The steps that are left, measured and kept at their cadences."""
-    config = loop.config
+    if loop.is_over:  # killed between its last checkpoint and its last record
+        loop.record(folder)
     while not loop.is_over:
         began, before = time.perf_counter(), loop.step
         try:
             loop.advance()
-            if loop.step % config.measure_every == 0 or loop.step in config.evaluation_steps:
+            if loop.is_due:
                 loop.record(folder)
-            is_last = loop.is_over
         except DivergedError as error:
             if before % checkpoint_every == 0:  # what was kept there led to this
                 folder.discard(before)
             folder.append({"step": error.step, "end": "diverged", "layer": error.layer})
             raise
-        if loop.step % checkpoint_every == 0 or is_last:
+        if loop.step % checkpoint_every == 0 and not loop.is_over:
             loop.save(folder)
         loop.seconds += time.perf_counter() - began
         report(loop.progress())
@@ -288,12 +288,26 @@ class _Loop:
         since = [at for at in self.config.evaluation_steps if self.best.step < at <= self.step]
         return len(since) >= self.config.patience
 
+    @property
+    def is_due(self) -> bool:
+        """Whether this step is measured."""
+        config = self.config
+        return self.step % config.measure_every == 0 or self.step in config.evaluation_steps
+
     def record(self, folder: RunFolder) -> None:
-        """Measure, and add what was found to the metrics and trackers."""
+        """Measure, and add what was found to the metrics and trackers.
+
+        The last record says that the run is finished, so the last model is kept before it.
+        """
         model = self._whole_model()
-        if not self.accelerator.is_main_process:
-            self.loss_sum, self.loss_count = 0.0, 0
-            return
+        record = self._measure(model) if self.accelerator.is_main_process else {}
+        if self.is_over:
+            self.save(folder)
+        folder.append(record)
+        self.accelerator.log(dict(_scalars(record)), step=self.step)
+        self.last, self.loss_sum, self.loss_count = record, 0.0, 0
+
+    def _measure(self, model: Transformer) -> Record:
         material = self.material
         meter = Meter(model, material.valid, material.whole_valid, self.accelerator.device)
         is_due = self.step // self.config.measure_every % self.config.predict_every == 0
@@ -308,9 +322,7 @@ class _Loop:
             raise DivergedError(self.step, first_not_finite(_Objective(model), *self.share()))
         if self.is_over:
             record |= rounded(self._judge(meter)) | {"end": "finished"}
-        folder.append(record)
-        self.accelerator.log(dict(_scalars(record)), step=self.step)
-        self.last, self.loss_sum, self.loss_count = record, 0.0, 0
+        return record
 
     def _evaluate(self, meter: Meter) -> float:
         """The loss on all of valid; the best model so far is kept where there are several."""
