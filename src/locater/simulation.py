@@ -22,9 +22,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from locater.core.form import QKForm, covariance_root, semidefinite_root
 from locater.core.process import TokenProcess, centered_kernel
 from locater.core.softmax import propagates
-from locater.core.spectrum import QKForm, covariance_root, semidefinite_root
 from locater.core.theory import propagation
 from locater.engines import Engine, one_thread, run_units
 from locater.errors import ConfigError

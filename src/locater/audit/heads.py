@@ -12,10 +12,10 @@ from torch import Tensor
 
 from locater.audit.null import null_of
 from locater.core.bounds import entropy_lower_bound
+from locater.core.form import QKForm, semidefinite_root
 from locater.core.process import TokenProcess, centered_kernel
 from locater.core.profile import Profile
 from locater.core.score import HeadMoments
-from locater.core.spectrum import QKForm, semidefinite_root
 from locater.core.theory import normal_between
 
 RhoMethod = Literal["gaussian", "exact"]

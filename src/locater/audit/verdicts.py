@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from locater.audit.record import Verdict
+from locater.audit.table import Verdict
 
 COLLAPSED_TOKENS = 2.0
 """Attention that rests on fewer tokens than this, exp(mean entropy), counts as collapsed."""

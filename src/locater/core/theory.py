@@ -11,12 +11,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from locater.core.form import QKForm
 from locater.core.process import TokenProcess
 from locater.core.profile import Profile
 from locater.core.quadratic import QuadraticLaw
 from locater.core.score import HeadMoments, symmetric_law
 from locater.core.softmax import attention_entropy
-from locater.core.spectrum import QKForm
 from locater.errors import ConfigError, InputError
 
 Lemma1 = Literal["corrected", "as_printed"]

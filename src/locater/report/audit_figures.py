@@ -9,7 +9,7 @@ import altair as alt
 
 from locater.audit import Audit, HeadRecord
 from locater.errors import InputError
-from locater.report.figures import SCALE, specification
+from locater.report.charts import SCALE, specification
 
 Record = dict[str, Any]
 NUMBERS = {

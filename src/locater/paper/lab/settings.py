@@ -1,0 +1,141 @@
+"""Everything that decides a training run, in one frozen record with a digest."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from typing import Any, Literal, get_args, get_type_hints
+
+from locater.core.penalty import LocAteRConfig, TargetUnit
+from locater.errors import ConfigError
+from locater.paper.lab.model import QK, Norm, Task
+from locater.paper.lab.stabilizers import Stabilizer
+
+Normalization = Literal["mean", "sum"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One training run: the defaults are the paper's Section 7 (d = 128, one layer)."""
+
+    corpus: str = "wikitext-2"
+    """Name of the text; where it lies is no part of the settings."""
+    vocabulary: Literal["word", "bpe"] = "word"
+    vocabulary_size: int | None = None
+    """Cuts the vocabulary; needed for bpe."""
+    task: Task = "causal"
+    """Predict the next token, hidden tokens, or which digit a picture shows."""
+    layers: int = 1
+    dim: int = 128
+    """d, the width of tokens, attention and feed-forward net alike."""
+    norm: Norm = "post"
+    """Where layer normalization stands."""
+    qk: QK = "factored"
+    """W_Q and W_K, or one d × d matrix W_QK as in Section 2."""
+    qk_bias: bool = True
+    """Biases of queries and keys; the penalty does not see them."""
+    dropout: float = 0.1
+    tokens: int = 64
+    """T, the length of a sequence."""
+    batch: int = 64
+    """Sequences in a step, over all processes together."""
+    steps: int = 50_000
+    learning_rate: float = 2.5e-5
+    weight_decay: float = 0.01
+    """Decoupled, on all parameters, as in fairseq."""
+    scale_strength: float = 0.0
+    """Weight of tr(W_QKᵀ W_QK) in the loss."""
+    mean_strength: float = 0.0
+    """Weight of (tr W_QK − target)² in the loss."""
+    target: float = 1.0
+    target_unit: TargetUnit = "trace"
+    """`temperature` reads the target as a multiple of λ."""
+    normalization: Normalization = "mean"
+    """Strengths beside a loss that is the mean over tokens, or beside their sum: then each is
+    divided by the tokens of a batch."""
+    covariance: Literal["none", "running"] = "none"
+    """Penalize W_QK, or W_QK Σ with the running covariance of the tokens."""
+    stabilizer: Stabilizer = "none"
+    """A rival in place of LocAteR."""
+    max_logit: float = 100.0
+    """Where `qk-clip` scales queries and keys back."""
+    qk_decay: float = 0.1
+    """How much `qk-weight-decay` shrinks queries and keys a step, times the learning rate."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    seed: int = 0
+    measure_every: int = 500
+    """Steps between two measurements."""
+    predict_every: int = 10
+    """Measurements between two exact predictions of ρ, which cost the most."""
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(TrainConfig)
+        for field in dataclasses.fields(TrainConfig):
+            choices, value = get_args(hints[field.name]), getattr(self, field.name)
+            if choices and all(isinstance(one, str) for one in choices) and value not in choices:
+                raise ConfigError(
+                    f"unknown {field.name} {value!r}.",
+                    hint="choose one of: " + ", ".join(choices) + ".",
+                )
+        for name, least in (("layers", 1), ("dim", 4), ("tokens", 2), ("batch", 1),
+                            ("steps", 1), ("measure_every", 1), ("predict_every", 1)):  # fmt: skip
+            if getattr(self, name) < least:
+                raise ConfigError(
+                    f"{name} must be at least {least}, got {getattr(self, name)}.",
+                    hint="the paper's settings are the defaults.",
+                )
+        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
+            raise ConfigError(
+                f"learning_rate must be positive, got {self.learning_rate}.",
+                hint="the paper has 2.5e-5 at d = 128 and 1e-4 at d = 32.",
+            )
+        if not 0 <= self.weight_decay < math.inf:
+            raise ConfigError(
+                f"weight_decay must be zero or more, got {self.weight_decay}.",
+                hint="the paper has 0.01.",
+            )
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(
+                f"dropout must be from 0 to below 1, got {self.dropout}.", hint="the paper has 0.1."
+            )
+        self.penalty  # noqa: B018  (bad strengths are said here)
+
+    @property
+    def penalty(self) -> LocAteRConfig | None:
+        """The regularizer's settings beside a mean loss; None where both strengths are zero."""
+        if self.scale_strength == self.mean_strength == 0:
+            return None
+        share = self.batch * self.tokens if self.normalization == "sum" else 1
+        return LocAteRConfig(
+            scale_strength=self.scale_strength / share,
+            mean_strength=self.mean_strength / share,
+            target=self.target,
+            target_unit=self.target_unit,
+        )
+
+    @property
+    def digest(self) -> str:
+        """Names the run; settings at their defaults do not enter, so that new ones change none."""
+        text = json.dumps(self.changes(), sort_keys=True)
+        return blake2b(text.encode(), digest_size=8).hexdigest()
+
+    def changes(self) -> dict[str, Any]:
+        """The settings that differ from the defaults."""
+        values = asdict(self)
+        default = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
+        return {name: values[name] for name in default if values[name] != default[name]}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> TrainConfig:
+        """Read settings back; those of another version are an error that names the setting."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ConfigError(
+                f"unknown setting {unknown[0]!r}.",
+                hint="the run was made by another version of locater.",
+            )
+        return cls(**values)
