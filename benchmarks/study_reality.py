@@ -22,9 +22,13 @@ from safetensors.torch import load_file, save_file
 from locater.engines import one_thread
 from locater.models.live import find_attention
 from locater.models.loading import load_model, read_text, text_blocks
-from locater.reality.against_theory import RealityConfig, layer_against_theory
+from locater.reality.against_theory import (
+    AttentionSamples,
+    RealityConfig,
+    collect,
+    layer_against_theory,
+)
 from locater.reality.records import LayerReality, Reality, averages
-from locater.reality.samples import AttentionSamples, collect
 from locater.report.reality_view import profile_records
 
 QUICK = ("means", "rotary", "full_gaussian", "full", "given_query")

@@ -25,15 +25,16 @@ from locater.core.theory import logit_moments, propagation
 from locater.errors import ConfigError, InputError, LocaterError
 from locater.simulation import (
     Estimator,
+    FormName,
     SimulateConfig,
     Simulation,
     UnitResult,
     _Plan,
+    generator_of,
     preset,
     run_unit,
     simulate,
 )
-from locater.simulation_records import FormName, generator_of
 
 FALSE_ALARMS = 1e-6  # of a whole test, shared equally by its comparisons
 ESTIMATORS: tuple[Estimator, ...] = ("conditional", "count")

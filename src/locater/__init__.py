@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     from locater.core.diagnosis import Diagnosis as Diagnosis
     from locater.core.diagnosis import diagnose as diagnose
     from locater.core.form import QKForm as QKForm
+    from locater.core.form import Rotary as Rotary
     from locater.core.form import Spectrum as Spectrum
     from locater.core.gradient import QKGradient as QKGradient
     from locater.core.gradient import qk_gradient as qk_gradient
     from locater.core.penalty import LocAteRConfig as LocAteRConfig
     from locater.core.process import TokenProcess as TokenProcess
-    from locater.core.profile import Profile as Profile
-    from locater.core.rotary import Rotary as Rotary
-    from locater.core.softmax import attention_entropy as attention_entropy
-    from locater.core.softmax import piecewise_softmax as piecewise_softmax
     from locater.core.theory import PredictedAttention as PredictedAttention
+    from locater.core.theory import Profile as Profile
     from locater.core.theory import Regime as Regime
+    from locater.core.theory import attention_entropy as attention_entropy
     from locater.core.theory import classify as classify
     from locater.core.theory import logit_moments as logit_moments
     from locater.core.theory import logit_variance as logit_variance
+    from locater.core.theory import piecewise_softmax as piecewise_softmax
     from locater.core.theory import predicted_attention as predicted_attention
     from locater.core.theory import propagation as propagation
     from locater.core.theory import rho_limit as rho_limit
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from locater.errors import MissingExtraError as MissingExtraError
     from locater.models.live import Pair as Pair
     from locater.models.live import find_attention as find_attention
+    from locater.probe.alarms import Alarm as Alarm
+    from locater.probe.alarms import AlarmRules as AlarmRules
     from locater.probe.probe import Probe as Probe
-    from locater.probe.records import Alarm as Alarm
-    from locater.probe.records import AlarmRules as AlarmRules
     from locater.probe.records import MeasuredHead as MeasuredHead
     from locater.probe.records import TokenRank as TokenRank
     from locater.reality.against_theory import RealityConfig as RealityConfig
@@ -60,7 +60,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "locater.models.live": ("Pair", "find_attention"),
     "locater.probe.probe": ("Probe",),
-    "locater.probe.records": ("Alarm", "AlarmRules", "MeasuredHead", "TokenRank"),
+    "locater.probe.alarms": ("Alarm", "AlarmRules"),
+    "locater.probe.records": ("MeasuredHead", "TokenRank"),
     "locater.control.locater": ("LocAteR",),
     "locater.audit": (
         "Audit",
@@ -76,16 +77,16 @@ _HOMES = {
     "locater.core.gradient": ("QKGradient", "qk_gradient"),
     "locater.core.penalty": ("LocAteRConfig",),
     "locater.core.process": ("TokenProcess",),
-    "locater.core.profile": ("Profile",),
-    "locater.core.rotary": ("Rotary",),
-    "locater.core.softmax": ("attention_entropy", "piecewise_softmax"),
-    "locater.core.form": ("QKForm", "Spectrum"),
+    "locater.core.form": ("QKForm", "Rotary", "Spectrum"),
     "locater.core.theory": (
         "PredictedAttention",
+        "Profile",
         "Regime",
+        "attention_entropy",
         "classify",
         "logit_moments",
         "logit_variance",
+        "piecewise_softmax",
         "predicted_attention",
         "propagation",
         "rho_limit",

@@ -23,10 +23,9 @@ from locater import (
     propagation,
 )
 from locater.audit import Audit, HeadRecord, audit_checkpoint, audit_model, named_process
-from locater.audit.heads import Grams, LogitDraws, rho_profile, spectral_columns
+from locater.audit.heads import Grams, LogitDraws, null_of, rho_profile, spectral_columns
 from locater.audit.layers import Layers
-from locater.audit.null import null_of
-from locater.audit.verdicts import judge
+from locater.audit.table import judge
 from locater.errors import ConfigError, InputError, LocaterError
 from locater.models.live import discover, find_attention
 from locater.models.norms import norms

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from locater import QKForm, TokenProcess, propagation, rho_limit
-from locater.paper import curves
-from locater.report import charts as figures
+from locater.paper import curves, figures
 
 
 def values(records: list[curves.Record], name: str, field: str) -> list[float]:

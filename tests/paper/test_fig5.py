@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from locater.core.profile import Profile
+from locater.core.theory import Profile
 from locater.paper.fig5 import entropy_records, fig5_chart, fig5_verdicts, findings, rho_records
 from locater.simulation import SimulateConfig, Simulation, UnitResult, simulate
 

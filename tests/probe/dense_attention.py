@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from locater import MeasuredHead
-from locater.core.softmax import attention_entropy, propagates
-from locater.probe.logit_rows import MASKED
+from locater.core.theory import attention_entropy, propagates
+from locater.probe.rows import MASKED
 
 FLOAT64 = 1e-9
 FLOAT32 = 2e-5  # logits of size ten, sums over a few dozen keys

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from locater.errors import InputError
-from locater.probe.logit_rows import Asking, ScoredKeys, SeenLogits
-from locater.probe.rows import Ratio, tally
+from locater.probe.rows import Asking, Ratio, ScoredKeys, SeenLogits, tally
 
 
 def scored(tokens: int, seed: int = 0, **more: Any) -> ScoredKeys:

@@ -11,15 +11,15 @@ from torch import nn
 from locater.audit import Audit, audit_model
 from locater.errors import InputError
 from locater.models.layout import Skipped
-from locater.report.audit_figures import (
+from locater.report.audit_view import (
     NUMBERS,
     WORDS,
     audit_labels,
     audit_map_chart,
+    audit_page,
     head_chart,
     row_labels,
 )
-from locater.report.audit_view import audit_page
 
 
 @pytest.fixture(scope="module")

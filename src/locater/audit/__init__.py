@@ -9,7 +9,7 @@ from locater.audit.compare import HeadChange as HeadChange
 from locater.audit.compare import Timeline as Timeline
 from locater.audit.compare import audit_timeline as audit_timeline
 from locater.audit.compare import compare_checkpoints as compare_checkpoints
+from locater.audit.table import RULES as RULES
 from locater.audit.table import Audit as Audit
 from locater.audit.table import HeadRecord as HeadRecord
 from locater.audit.table import Verdict as Verdict
-from locater.audit.verdicts import RULES as RULES

@@ -22,8 +22,7 @@ from locater.audit.heads import (
     spectral_columns,
 )
 from locater.audit.layers import Layers, blocks
-from locater.audit.table import LIST_COLUMNS, Audit, HeadRecord
-from locater.audit.verdicts import judge
+from locater.audit.table import LIST_COLUMNS, Audit, HeadRecord, judge
 from locater.checkpoints.open import open_checkpoint
 from locater.core.form import QKForm
 from locater.core.process import TokenProcess

@@ -19,7 +19,6 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 from torch import Tensor
 
 from locater.checkpoints.gguf_file import MAGIC, GgufFile
-from locater.checkpoints.hub import HubRepository
 from locater.checkpoints.lora import LoraTensors, has_lora
 from locater.checkpoints.places import (
     ADAPTER_CONFIG,
@@ -33,7 +32,7 @@ from locater.checkpoints.places import (
     shard_name,
 )
 from locater.checkpoints.pytorch_file import PICKLES, ZIP, PytorchFile
-from locater.checkpoints.remote import WebFolder
+from locater.checkpoints.remote import HubRepository, WebFolder
 from locater.checkpoints.safetensors_file import SafetensorsFile
 from locater.checkpoints.source import Tensors, json_object, read_bytes, refuse_pointer, status
 from locater.errors import LocaterError

@@ -86,7 +86,7 @@ def run(arguments: Sequence[str]) -> None:
         raise ConfigError("no checkpoint is named.", hint="locater audit FOLDER")
     if command.out is not None:
         check_figure(command.out)
-        from locater.report.audit_figures import check_column
+        from locater.report.audit_view import check_column
 
         check_column(command.color)
     if len(command.paths) > 1 and (command.csv or command.parquet):
@@ -169,7 +169,7 @@ def _write(command: AuditCommand, audits: Sequence[Audit]) -> None:
 
             written = write_file(command.out, audit_page(audits))
         else:
-            from locater.report.audit_figures import audit_map_chart
+            from locater.report.audit_view import audit_map_chart
             from locater.report.charts import save_chart
 
             written = save_chart(audit_map_chart(audits[-1], command.color), command.out)

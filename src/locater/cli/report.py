@@ -75,8 +75,7 @@ def _write(command: ReportCommand, runs: Sequence[Run], audits: Sequence[Audit])
 
     from locater.files import write_file
     from locater.paper.runs_view import run_labels, run_sections
-    from locater.report.audit_figures import audit_labels
-    from locater.report.audit_view import audit_sections
+    from locater.report.audit_view import audit_labels, audit_sections
     from locater.report.page import render_page
 
     sections: list[Section] = []
@@ -92,7 +91,7 @@ def _write(command: ReportCommand, runs: Sequence[Run], audits: Sequence[Audit])
 
 
 def _export(folder: Path, sections: Sequence[Section], audits: Sequence[Audit]) -> None:
-    from locater.report.audit_figures import audit_exports
+    from locater.report.audit_view import audit_exports
     from locater.report.charts import save_chart
 
     charts = {section.key: section.chart for section in sections if section.chart}

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from locater.core.rotary import Layout, Rotary
+from locater.core.form import Layout, Rotary
 
 Config = Mapping[str, Any]
 

@@ -11,8 +11,7 @@ import torch
 from locater.core.bounds import entropy_lower_bound
 from locater.core.form import QKForm
 from locater.core.process import TokenProcess
-from locater.core.softmax import piecewise_softmax
-from locater.core.theory import propagation, rho_limit
+from locater.core.theory import piecewise_softmax, propagation, rho_limit
 
 PRINTED = "as printed"
 CORRECTED = "corrected, T → ∞"

@@ -19,8 +19,7 @@ from locater.paper.lab_claims import curve_verdicts, stripes_verdict
 from locater.paper.lab_figures import curves_chart, heat_chart, setting_name
 from locater.paper.part import Context, Result
 from locater.reality.against_theory import RealityConfig, against_theory
-from locater.report.audit_figures import audit_exports
-from locater.report.audit_view import audit_sections
+from locater.report.audit_view import audit_exports, audit_sections
 from locater.report.charts import specification
 from locater.report.page import Section
 from locater.report.reality_view import profile_panels, profile_records

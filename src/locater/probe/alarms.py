@@ -4,10 +4,55 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
-from locater.probe.records import Alarm, AlarmRules, Rule, TokenRank
+from locater.errors import ConfigError
+from locater.probe.records import TokenRank
 from locater.probe.rows import Tally
 from locater.probe.watch import Place
+
+Rule = Literal["entropy", "logits", "rank", "not finite"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alarm:
+    """A rule that fired; it fires again only after its numbers were fine in between."""
+
+    rule: Rule
+    forward: int
+    """The forward pass that was measured, counted from 1."""
+    name: str
+    layer: int | None
+    head: int | None
+    value: float
+    limit: float
+    message: str
+    """The rule in words, with its numbers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlarmRules:
+    """When attention is in trouble; a limit of 0, or infinity for logits, switches a rule off."""
+
+    entropy_share: float = 0.1
+    """Entropy below this share of ln T, and below half of what it was when first measured."""
+    logit_limit: float = 100.0
+    """A logit above this, or …"""
+    logit_ratio: float = 10.0
+    """… this many times the median over heads of their largest logits, and above a fifth of
+    `logit_limit`."""
+    residual: float = 0.1
+    """Tokens nearer to their mean than this share of their norm."""
+
+    def __post_init__(self) -> None:
+        for name in ("entropy_share", "logit_limit", "logit_ratio", "residual"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(
+                    f"{name} must be zero or more, got {getattr(self, name)}.",
+                    hint="see docs/probe.md for what each rule compares.",
+                )
+
 
 Measured = tuple[Place, Tally | None, TokenRank | None]
 Finding = tuple[Rule, Place, int | None, float, float, bool, str]

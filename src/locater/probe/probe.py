@@ -22,11 +22,8 @@ from locater.models.live import LiveAttention, discover
 from locater.models.names import plain_name
 from locater.models.recipes import RECIPES
 from locater.models.resolve import Recipe
-from locater.probe.alarms import AlarmBook
-from locater.probe.logit_rows import Asking, Logits, ScoredKeys
+from locater.probe.alarms import Alarm, AlarmBook, AlarmRules
 from locater.probe.records import (
-    Alarm,
-    AlarmRules,
     MeasuredHead,
     Seen,
     TokenRank,
@@ -35,7 +32,7 @@ from locater.probe.records import (
     layer_metrics,
     token_rank,
 )
-from locater.probe.rows import tally
+from locater.probe.rows import Asking, Logits, ScoredKeys, tally
 from locater.probe.watch import Place, Watch, remove_hook
 
 When = Literal["always", "training", "evaluation"]

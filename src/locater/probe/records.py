@@ -1,18 +1,17 @@
-"""What a `Probe` hands out: heads, tokens' rank, alarms and the rules that raise them."""
+"""What a `Probe` hands out: heads and tokens' rank."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from locater.core.profile import Profile
-from locater.errors import ConfigError
+from locater.core.theory import Profile
 from locater.probe.rows import BINS, Ratio, Tally
 from locater.probe.watch import Place
 
@@ -281,45 +280,3 @@ def _labels(places: list[Place]) -> list[str]:
         if len(set(label)) == len(label):
             return label
     return [place.name or "model" for place in places]
-
-
-Rule = Literal["entropy", "logits", "rank", "not finite"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Alarm:
-    """A rule that fired; it fires again only after its numbers were fine in between."""
-
-    rule: Rule
-    forward: int
-    """The forward pass that was measured, counted from 1."""
-    name: str
-    layer: int | None
-    head: int | None
-    value: float
-    limit: float
-    message: str
-    """The rule in words, with its numbers."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AlarmRules:
-    """When attention is in trouble; a limit of 0, or infinity for logits, switches a rule off."""
-
-    entropy_share: float = 0.1
-    """Entropy below this share of ln T, and below half of what it was when first measured."""
-    logit_limit: float = 100.0
-    """A logit above this, or …"""
-    logit_ratio: float = 10.0
-    """… this many times the median over heads of their largest logits, and above a fifth of
-    `logit_limit`."""
-    residual: float = 0.1
-    """Tokens nearer to their mean than this share of their norm."""
-
-    def __post_init__(self) -> None:
-        for name in ("entropy_share", "logit_limit", "logit_ratio", "residual"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(
-                    f"{name} must be zero or more, got {getattr(self, name)}.",
-                    hint="see docs/probe.md for what each rule compares.",
-                )

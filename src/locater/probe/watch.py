@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from locater.models.layout import AttentionLayout
 from locater.models.names import layer_number
-from locater.probe.logit_rows import Logits, ScoredKeys, SeenLogits
+from locater.probe.rows import Logits, ScoredKeys, SeenLogits
 
 _FUSED = functional.scaled_dot_product_attention
 _SOFTMAX = {functional.softmax, torch.softmax, torch.special.softmax, Tensor.softmax}

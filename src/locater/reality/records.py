@@ -12,7 +12,7 @@ from torch import Tensor
 
 from locater.core.diagnosis import Diagnosis
 from locater.core.gaussianity import Gaussianity
-from locater.core.profile import Profile
+from locater.core.theory import Profile
 
 COLUMNS = {
     "printed": "as printed, Σ = I",

@@ -1,4 +1,4 @@
-"""Audits to one page: a map of all heads, the detail of any, several checkpoints side by side."""
+"""Audits as charts and one page: a map of all heads, the detail of any, several side by side."""
 
 from __future__ import annotations
 
@@ -10,19 +10,252 @@ from importlib.metadata import version
 from itertools import chain
 from typing import Any
 
+import altair as alt
+
 from locater.audit import RULES, Audit, HeadRecord
 from locater.errors import InputError
-from locater.report.audit_figures import (
-    COLORS,
-    NUMBERS,
-    WORDS,
-    audit_labels,
-    head_charts,
-    row_labels,
-    telling_column,
-)
-from locater.report.charts import specification
+from locater.report.charts import SCALE, specification
 from locater.report.page import Section, asset, chart_box, render_page, script_json
+
+Record = dict[str, Any]
+NUMBERS = {
+    "effective_tokens": "tokens that attention rests on, exp(entropy)",
+    "entropy": "predicted attention entropy (nats)",
+    "entropy_bound": "least entropy (nats)",
+    "peak": "largest ρ",
+    "tokens_on": "tokens on",
+    "r": "r = tr W/λ",
+    "xi": "ξ, trace over norm",
+    "eta": "η, norm over λ",
+    "trace": "tr W",
+    "trace_z": "tr W in deviations of random factors",
+    "frobenius_squared": "‖W‖²_F",
+    "frobenius_ratio": "‖W‖_F over random factors'",
+    "trace_of_square": "tr W²",
+    "mean": "mean eigenvalue",
+    "variance": "variance of the eigenvalues",
+    "spread_ratio": "eigenvalues' deviation over random factors'",
+    "spread_z": "eigenvalues' deviation, in deviations of random factors'",
+    "spectral_norm": "‖W‖₂",
+    "norm_ratio": "‖W‖₂ over random factors'",
+    "norm_z": "‖W‖₂, in deviations of random factors'",
+    "stable_rank": "stable rank",
+    "asymmetry": "asymmetry",
+    "nonnormality": "non-normality gap",
+    "dispersion": "dispersion",
+    "temperature": "λ",
+}
+WORDS = {"verdict": "verdict", "regime": "regime"}
+COLORS = {  # Okabe and Ito's; the sign of each is its first letter
+    "entropy-collapse risk": "#D55E00",
+    "vanishing signal": "#E69F00",
+    "rank-collapse risk": "#0072B2",
+    "not judged": "#999999",
+    "healthy": "#009E73",
+    "uniform": "#56B4E9",
+    "late": "#0072B2",
+    "middle": "#009E73",
+    "early": "#CC79A7",
+    "scattered": "#E69F00",
+    "vanishing": "#D55E00",
+}
+
+
+def row_labels(rows: Sequence[HeadRecord]) -> dict[str, str]:
+    """A short label for every attention module, in order: its layer, with what tells it apart."""
+    parts, kinds = ({getattr(row, key) for row in rows} for key in ("part", "kind"))
+    labels: dict[str, str] = {}
+    for row in rows:
+        words = [row.part] * (len(parts) > 1) + [row.kind] * (len(kinds) > 1) + [str(row.layer)]
+        labels.setdefault(row.name, " ".join(words))
+    if len(set(labels.values())) < len(labels):
+        return {name: name for name in labels}
+    return labels
+
+
+def telling_column(audits: Sequence[Audit]) -> str:
+    """What a map shows first: verdicts, or, where all are alike, how many tokens get attention."""
+    words = {row.verdict for audit in audits for row in audit.rows}
+    return "verdict" if len(audits) == 1 and len(words) > 1 else "effective_tokens"
+
+
+def check_column(column: str) -> None:
+    """Refuse a column that no map can show."""
+    if column not in (*NUMBERS, *WORDS):
+        raise InputError(
+            f"no map of {column!r}.", hint="choose among: " + ", ".join((*WORDS, *NUMBERS)) + "."
+        )
+
+
+def audit_map_chart(audit: Audit, column: str = "verdict") -> alt.Chart:
+    """Layers × heads, colored by a column."""
+    check_column(column)
+    labels = row_labels(audit.rows)
+    records = [
+        {"layer": labels[row.name], "head": row.head, "value": getattr(row, column)}
+        for row in audit.rows
+    ]
+    if column in WORDS:
+        seen = [word for word in COLORS if any(record["value"] == word for record in records)]
+        color = alt.Color(
+            "value:N",
+            title=WORDS[column],
+            scale=alt.Scale(domain=seen, range=[COLORS[word] for word in seen]),
+        )
+    else:
+        values = [record["value"] for record in records if record["value"] is not None]
+        signed = bool(values) and min(values) < 0 < max(values)
+        scale = (
+            alt.Scale(scheme="blueorange", domainMid=0) if signed else alt.Scale(scheme="viridis")
+        )
+        color = alt.Color("value:Q", title=NUMBERS[column].split(" (")[0], scale=scale)
+    return (
+        alt.Chart(
+            alt.Data(values=records),
+            title=f"{audit_labels([audit])[0]}: {({**NUMBERS, **WORDS})[column]}",
+            description=f"A map of the {len(records)} heads of {audit.name}, one row per layer, "
+            f"colored by {column}.",
+            width=alt.Step(18),
+            height=alt.Step(18),
+        )
+        .mark_rect()
+        .encode(
+            x=alt.X("head:O", axis=alt.Axis(labelAngle=0, labelOverlap=True)),
+            y=alt.Y("layer:O", sort=list(labels.values())),
+            color=color,
+            tooltip=["layer:N", "head:O", alt.Tooltip("value:N", title=column)],
+        )
+    )
+
+
+def head_records(audit: Audit, row: HeadRecord, label: str) -> dict[str, list[Record]]:
+    """What the three charts of one head show."""
+    rho = zip(audit.positions, row.rho, strict=True)
+    return {
+        "eigenvalues": [
+            {"checkpoint": label, "real": x, "imaginary": y}
+            for x, y in zip(row.eigenvalues_real, row.eigenvalues_imag, strict=True)
+        ],
+        "singular": [
+            {"checkpoint": label, "index": k, "value": value}
+            for k, value in enumerate(row.singular_values, 1)
+        ],
+        "rho": [{"checkpoint": label, "theta": i / audit.tokens, "rho": y} for i, y in rho],
+    }
+
+
+def head_charts(
+    audits: Sequence[Audit], name: str, head: int
+) -> dict[str, alt.Chart | alt.LayerChart | alt.FacetChart]:
+    """One head in all audits that have it: charts over data of their own names.
+
+    The data are called `eigenvalues`, `singular` and `rho`, so that a page can put another head's
+    in their place.
+    """
+    labels = audit_labels(audits)
+    found: dict[str, list[Record]] = {"eigenvalues": [], "singular": [], "rho": []}
+    for label, audit in zip(labels, audits, strict=True):
+        for row in audit.rows:
+            if (row.name, row.head) == (name, head):
+                for key, records in head_records(audit, row, label).items():
+                    found[key].extend(records)
+    if not any(found.values()):
+        raise InputError(
+            f"no audit has head {head} of {name!r}.", hint="rows have `name` and `head`."
+        )
+    data = {key: alt.Data(name=key, values=records) for key, records in found.items()}
+    legend = (
+        alt.Legend(orient="top", title=None, columns=2, labelLimit=130) if len(labels) > 1 else None
+    )
+    colors = [SCALE[(place + 1) % len(SCALE)] for place in range(len(labels))]
+    color = alt.Color("checkpoint:N", scale=alt.Scale(domain=labels, range=colors), legend=legend)
+    size: dict[str, Any] = {"width": 270, "height": 200}
+    plane = _plane(data["eigenvalues"], color, labels, legend)
+    singular = (
+        alt.Chart(data["singular"])
+        .mark_line(point=alt.OverlayMarkDef(size=14))
+        .encode(
+            x=alt.X("index:Q", title="rank", axis=alt.Axis(tickMinStep=1)),
+            y=alt.Y("value:Q", title="singular value"),
+            color=color,
+            tooltip=["checkpoint:N", "index:Q", "value:Q"],
+        )
+    )
+    rho = (
+        alt.Chart(data["rho"])
+        .mark_line(clip=True)
+        .encode(
+            x=alt.X("theta:Q", title="relative position θ = i/T", scale=alt.Scale(domain=[0, 1])),
+            y=alt.Y("rho:Q", title="ρ(θ)", scale=alt.Scale(domain=[0, 1])),
+            color=color,
+            tooltip=["checkpoint:N", "theta:Q", "rho:Q"],
+        )
+    )
+    return {
+        "eigenvalues": plane.properties(
+            description="Eigenvalues of the chosen head's W_QK in the complex plane.", **size
+        ),
+        "singular": singular.properties(
+            description="Singular values of the chosen head's W_QK, largest first.", **size
+        ),
+        "rho": rho.properties(
+            description="Signal propagation probability of the chosen head by position.", **size
+        ),
+    }
+
+
+def _plane(
+    data: Any, color: alt.Color, labels: Sequence[str], legend: alt.Legend | None
+) -> alt.LayerChart | alt.FacetChart:
+    """Points in the complex plane, one shape and color for each checkpoint."""
+    zero = alt.Chart(alt.Data(values=[{"zero": 0}])).mark_rule(strokeDash=[2, 2], opacity=0.5)
+    points = (
+        alt.Chart(data)
+        .mark_point(size=24, filled=True, opacity=0.75)
+        .encode(
+            x=alt.X("real:Q", title="real part"),
+            y=alt.Y("imaginary:Q", title="imaginary part"),
+            color=color,
+            shape=alt.Shape("checkpoint:N", scale=alt.Scale(domain=list(labels)), legend=legend),
+            tooltip=["checkpoint:N", "real:Q", "imaginary:Q"],
+        )
+    )
+    return alt.layer(zero.encode(x="zero:Q"), zero.encode(y="zero:Q"), points)
+
+
+def head_chart(audits: Sequence[Audit], name: str, head: int) -> alt.HConcatChart:
+    """The three charts of one head side by side, for a paper."""
+    charts = head_charts(audits, name, head)
+    return alt.hconcat(*charts.values(), title=f"{name}, head {head}")
+
+
+def audit_exports(audits: Sequence[Audit]) -> dict[str, Record]:
+    """Specifications of what the page draws by script: a map of each audit and its worst head."""
+    charts: dict[str, Record] = {}
+    for place, audit in enumerate((audit for audit in audits if audit.rows), 1):
+        worst = audit.worst_first()[0]
+        charts[f"audit-{place}"] = specification(audit_map_chart(audit, telling_column([audit])))
+        charts[f"audit-{place}-head"] = specification(head_chart([audit], worst.name, worst.head))
+    return charts
+
+
+def audit_labels(audits: Sequence[Audit]) -> list[str]:
+    """Names short enough for a legend: the end of a path, or more of it where two end alike.
+
+    Equal names are numbered.
+    """
+    names = [audit.name for audit in audits]
+    paths = [name.rstrip("/").split("/") for name in names]
+    deepest = max(map(len, paths), default=1)
+    ends = ({tuple(path[-depth:]) for path in paths} for depth in range(1, deepest))
+    apart = [depth for depth, some in enumerate(ends, 1) if len(some) == len(set(names))]
+    depth = min(apart, default=deepest)
+    short = ["/".join(path[-depth:]) for path in paths]
+    return [
+        label if short.count(label) == 1 else f"{label} ({place})"
+        for place, label in enumerate(short, 1)
+    ]
+
 
 _POSITIONS = 256
 """At most so many of a head's ρ go into the page; a screen shows no more."""

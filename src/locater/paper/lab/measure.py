@@ -13,8 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from locater.core.process import TokenProcess
-from locater.core.softmax import attention_entropy, propagates
-from locater.core.theory import propagation
+from locater.core.theory import attention_entropy, propagates, propagation
 from locater.engines import one_thread
 from locater.models.live import find_attention
 from locater.paper.lab.batches import IGNORED

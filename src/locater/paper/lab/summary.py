@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from locater.core.profile import Profile
+from locater.core.theory import Profile
 from locater.errors import InputError
 from locater.files import write_file
 from locater.paper.lab.presets import Setting, Sweep
