@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,7 +29,22 @@ class SweepCommand:
     """Run folders are made here, named by the digest of their settings."""
     results: Path | None = None
     """Published results: looked into first, and finished runs are added."""
+    grid: tuple[str, ...] = ()
+    """Settings to try in place of a named sweep: learning_rate=5e-4,1e-3,2e-3, several with
+    spaces between them; every method at every point."""
+    methods: str = "none"
+    """What is compared on the grid, separated by commas: none, printed, swapped, both also with
+    -sum-normalized, sigma-reparam, qk-norm, qk-clip, soft-cap, qk-weight-decay."""
+    preset: str = "fig6-cpu"
+    """The settings that the grid changes, as for `locater train`."""
+    confirm: int = 0
+    """Then train each method at its best point with so many fresh seeds, and judge by those."""
     seeds: int | None = None
+    """How many; by default the sweep's own number."""
+    first_seed: int | None = None
+    """The first of them; by default the sweep's own."""
+    trackers: tuple[str, ...] = ()
+    """Loggers of accelerate for every run: tensorboard, wandb, trackio and others."""
     train: bool = True
     """--no-train takes only what is finished."""
     engine: Literal["local", "ray"] = "local"
@@ -58,14 +73,19 @@ def run(arguments: Sequence[str]) -> None:
     names = [name for name in SWEEPS if name.endswith("-cpu")]
     if command.name != "all":
         names = [command.name]
-    found = {name: _runs(command, _adapted(command, sweep_named(name))) for name in names}
+    sweeps = [_grid(command)] if command.grid else [sweep_named(name) for name in names]
+    adapted = [_adapted(command, sweep) for sweep in sweeps]
+    found = {sweep.name: (sweep, _runs(command, sweep)) for sweep in adapted}
+    if command.confirm:
+        found |= _confirmed(command, adapted)
     if command.figure is not None:
         if len(found) > 1:
             raise ConfigError("one figure cannot show all sweeps.", hint="name one of them.")
         from locater.paper.lab_figures import lab_chart
         from locater.report.charts import save_chart
 
-        say(f"wrote {save_chart(lab_chart(*found[names[0]]), command.figure)}")
+        (pair,) = found.values()
+        say(f"wrote {save_chart(lab_chart(*pair), command.figure)}")
     if command.page is not None:
         tables = {name: markdown(summarize(*pair)) for name, pair in found.items()}
         say(f"wrote {update_page(command.page, lambda name: tables[name])}")
@@ -89,10 +109,44 @@ def _adapted(command: SweepCommand, sweep: Sweep) -> Sweep:
             )
             for one in settings
         )
-    return replace(sweep, settings=settings, seeds=command.seeds or sweep.seeds)
+    first = sweep.first_seed if command.first_seed is None else command.first_seed
+    return replace(sweep, settings=settings, seeds=command.seeds or sweep.seeds, first_seed=first)
 
 
-def _runs(command: SweepCommand, sweep: Sweep) -> tuple[Sweep, dict[str, Run]]:
+def _grid(command: SweepCommand) -> Sweep:
+    """The sweep that --grid and --methods describe."""
+    from locater.paper.lab.presets import compared, grid_of, preset_named
+
+    if command.name:
+        raise ConfigError(
+            f"--grid makes a sweep of its own, and {command.name} is another.",
+            hint="leave the name out; --preset says what the grid changes.",
+        )
+    return compared(
+        "grid",
+        f"{command.preset} on a grid of {', '.join(command.grid)}",
+        preset_named(command.preset),
+        command.methods.split(","),
+        grid=grid_of(command.grid),
+        seeds=3,
+        first_seed=0,
+    )
+
+
+def _confirmed(
+    command: SweepCommand, sweeps: Sequence[Sweep]
+) -> dict[str, tuple[Sweep, Mapping[str, Run]]]:
+    """Each sweep again at every method's best point, with seeds that chose nothing."""
+    from locater.paper.lab.sweep import confirmed
+
+    found = {}
+    for sweep in sweeps:
+        fresh, runs = confirmed(sweep, lambda one: _runs(command, one), seeds=command.confirm)
+        found[fresh.name] = fresh, runs
+    return found
+
+
+def _runs(command: SweepCommand, sweep: Sweep) -> Mapping[str, Run]:
     from locater.paper.lab.sweep import SweepFolders, run_sweep
 
     own = sweep.settings[0].config.corpus
@@ -100,7 +154,7 @@ def _runs(command: SweepCommand, sweep: Sweep) -> tuple[Sweep, dict[str, Run]]:
     folders = SweepFolders(out=command.out, data=data, results=command.results)
     if not command.train:
         ended = [folders.finished(config) for config in sweep.configs()]
-        return sweep, {run.config.digest: run for run in ended if run is not None}
+        return {run.config.digest: run for run in ended if run is not None}
     with progress(sweep.name) as report:
         runs = run_sweep(
             sweep.configs(),
@@ -108,12 +162,13 @@ def _runs(command: SweepCommand, sweep: Sweep) -> tuple[Sweep, dict[str, Run]]:
             engine=command.engine,
             workers=command.workers,
             ray_address=command.ray_address,
+            trackers=command.trackers,
             report=report,
         )
-    return sweep, {run.config.digest: run for run in runs}
+    return {run.config.digest: run for run in runs}
 
 
-def _rows(sweep: Sweep, runs: dict[str, Run]) -> list[dict[str, Any]]:
+def _rows(sweep: Sweep, runs: Mapping[str, Run]) -> list[dict[str, Any]]:
     from dataclasses import asdict
 
     from locater.paper.lab.summary import summarize

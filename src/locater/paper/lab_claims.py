@@ -9,7 +9,7 @@ from locater.paper.lab.presets import Setting, Sweep
 from locater.paper.lab.run import Run
 from locater.paper.lab.summary import (
     Interval,
-    final_loss,
+    best_loss,
     final_mean,
     paired,
     participation,
@@ -58,7 +58,7 @@ def curve_verdicts(sweep: Sweep, runs: Mapping[str, Run], section: str) -> list[
                 lambda c: f"‖W‖² times {math.exp(c.mean):.3g} from the least κ₂ to the largest"),
         verdict("C", "With stronger κ₂ the attention entropy increases.", _entropy, 1,
                 lambda c: f"{c.text(3)} nats"),
-        verdict("D", "With stronger κ₂ the perplexity improves.", final_loss, -1,
+        verdict("D", "With stronger κ₂ the perplexity improves.", best_loss, -1,
                 lambda c: f"{_percent(c)} %"),
         together,
     ]  # fmt: skip
@@ -71,7 +71,7 @@ def _better_than_none(
     parts, holds = [], []
     for reading, group in _by_reading(sweep).items():
         entropy = paired(sweep, runs, none, group[-1], _entropy)
-        loss = paired(sweep, runs, none, group[-1], final_loss)
+        loss = paired(sweep, runs, none, group[-1], best_loss)
         both = [_holds(entropy, 1), _holds(loss, -1)]
         holds.append(False if False in both else None if None in both else True)
         parts.append(

@@ -161,7 +161,7 @@ def lab_chart(sweep: Sweep, runs: Mapping[str, Run]) -> alt.TopLevelMixin:
 
 
 def _seeds(setting: Setting, sweep: Sweep, runs: Mapping[str, Run]) -> list[Run]:
-    digests = [replace(setting.config, seed=seed).digest for seed in range(sweep.seeds)]
+    digests = [replace(setting.config, seed=seed).digest for seed in sweep.all_seeds]
     return [runs[digest] for digest in digests if digest in runs]
 
 

@@ -184,3 +184,12 @@ def test_bfloat16_is_advised_only_where_the_machine_has_it(
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
         assert fast_dtype() is (torch.bfloat16 if flag else None)
     assert fast_dtype("meta") is None
+
+
+def test_a_probability_too_small_for_any_number_has_a_finite_loss() -> None:
+    hidden = torch.tensor([[200.0, 0.0], [1.0, 2.0]])
+    weight = torch.tensor([[1.0, 0.0], [-1.0, 0.5], [0.0, 1.0]])
+    targets = torch.tensor([1, 2])
+    exact = functional.cross_entropy(hidden.double() @ weight.double().mT, targets)
+    ours = linear_cross_entropy(hidden, weight, targets, dtype=torch.bfloat16)
+    torch.testing.assert_close(ours.double(), exact, rtol=2**-8, atol=0)  # bfloat16's unit

@@ -53,7 +53,7 @@ def test_entropy_rho_and_prediction_are_the_probes(model: Transformer) -> None:
 
 
 def test_the_spectrum_is_that_of_the_dense_matrix(model: Transformer) -> None:
-    record = Meter(model, BATCHES, BATCHES, torch.device("cpu")).measure(is_final=True)
+    record = Meter(model, BATCHES, BATCHES, torch.device("cpu")).measure(predicts=True)
     for layer, block in enumerate(model.layers):
         attention = block.self_attn
         dense = attention.q_proj.weight.double().mT @ attention.k_proj.weight.double()  # type: ignore[operator, union-attr]

@@ -196,3 +196,26 @@ def test_settings_that_make_no_sense_are_refused(monkeypatch: pytest.MonkeyPatch
         apply_stabilizer(built(), "qk-clip", max_logit=0.0)
     with pytest.raises(InputError, match="Linear has no attention of the laboratory's"):
         apply_stabilizer(nn.Linear(2, 2), "qk-norm")
+
+
+def test_a_soft_cap_bounds_the_logits_of_the_dense_definition() -> None:
+    model = built()
+    with torch.no_grad():
+        for attention in attentions(model):
+            attention.q_proj.weight.mul_(20)
+    before = model(tokens())
+    apply_stabilizer(model, "soft-cap", max_logit=2.0)
+    attention, shown = attentions(model)[0], torch.randn(3, 12, 16)
+    query, key, value = (
+        part(shown).unflatten(2, (2, 8)).transpose(1, 2)
+        for part in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
+    logits = 2 * torch.tanh(query @ key.mT * 8**-0.5 / 2)
+    assert (query @ key.mT * 8**-0.5).abs().max() > 4  # it does act
+    future = torch.ones(12, 12, dtype=torch.bool).triu(1)
+    mixed = logits.masked_fill(future, -torch.inf).softmax(-1) @ value
+    expected = attention.out_proj(mixed.transpose(1, 2).flatten(2))
+    torch.testing.assert_close(attention(shown), expected)
+    assert not torch.allclose(model(tokens()), before)
+    apply_stabilizer(model, "soft-cap", max_logit=1e4)  # so wide that nothing is bent
+    torch.testing.assert_close(model(tokens()), before, rtol=1e-4, atol=1e-4)

@@ -239,6 +239,6 @@ def test_the_tables_of_the_guide_are_those_of_the_published_results() -> None:
 
 def test_intervals_are_students() -> None:
     interval = Interval.of([1.0, 2.0, 3.0])
-    assert (interval.mean, interval.half) == (2.0, pytest.approx(4.303 / math.sqrt(3)))
+    assert (interval.mean, interval.half) == (2.0, pytest.approx(4.302653 / math.sqrt(3)))
     assert not interval.excludes_zero and Interval.of([2.0, 2.1, 2.2]).excludes_zero
     assert Interval.of([]).text() == "-" and Interval.of([1.0]).text() == "1.00"

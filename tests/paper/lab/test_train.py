@@ -18,7 +18,8 @@ from locater.audit import audit_model, audit_timeline
 from locater.core.penalty import LocAteRConfig
 from locater.errors import ConfigError, InputError, LocaterError
 from locater.paper.lab.data import load_corpus
-from locater.paper.lab.run import DivergedError, Run, RunFolder
+from locater.paper.lab.measure import Meter
+from locater.paper.lab.run import DivergedError, Run, RunFolder, rounded
 from locater.paper.lab.settings import TrainConfig
 from locater.paper.lab.train import train
 from locater.paper.lab.trained import load_trained
@@ -323,3 +324,69 @@ def test_checkpoints_of_a_run_are_audited_like_any_others(
         assert stored.entropy == pytest.approx(running.entropy, rel=1e-5)  # drawn in float32
     assert {row.verdict == "not judged" for row in live.rows} == {kind == "qk-norm"}
     assert timeline.audits[0].rows != timeline.audits[1].rows
+
+
+SEVERAL = replace(SMALL, evaluations=4, measure_every=5)
+
+
+def test_the_best_evaluation_is_kept_and_scored_on_test_once(text: Path, tmp_path: Path) -> None:
+    """A high rate overfits at once, so that the best step is not the last."""
+    config = replace(SEVERAL, learning_rate=0.3, scale_strength=0.0, mean_strength=0.0, steps=40)
+    run = finish(config, tmp_path / "run", text)
+    scored = dict(run.series("whole_valid_loss"))
+    assert tuple(scored) == config.evaluation_steps == (2, 10, 22, 40)
+    assert run.final is not None
+    best = run.final["best_step"]
+    assert scored[best] == min(scored.values()) == run.final["best_valid_loss"]
+    assert best != 40
+    assert [step for step, _ in run.series("test_loss")] == [40]
+    short = replace(config, steps=best, evaluations=1, measure_every=best)
+    finish(short, tmp_path / "short", text)  # the same draws: the model of that step
+    model, material = load_trained(tmp_path / "short", data=str(text))
+    loss = Meter(model, material.valid, material.whole_valid, torch.device("cpu")).loss
+    assert material.whole_test is not None
+    assert run.final["test_loss"] == rounded(loss(material.whole_test))
+    assert run.final["test_loss"] != rounded(loss(material.whole_valid))
+
+
+def test_a_run_with_several_evaluations_goes_on_bit_by_bit(text: Path, tmp_path: Path) -> None:
+    """Cut after the best evaluation: that model is in the checkpoint, or test would differ."""
+    config = replace(SEVERAL, learning_rate=0.3, scale_strength=0.0, mean_strength=0.0, steps=40)
+    finish(config, tmp_path / "whole", text, every=11)
+
+    def stop(progress: object) -> None:
+        if progress.step == 35:  # type: ignore[attr-defined]
+            raise KeyboardInterrupt
+
+    cut = tmp_path / "cut"
+    with pytest.raises(KeyboardInterrupt):
+        train(config, cut, data=str(text), checkpoint_every=11, trackers=(), report=stop)
+    finish(config, cut, text, every=11)
+    assert contents(cut) == contents(tmp_path / "whole")
+
+
+def test_patience_ends_a_run_that_gets_no_better(text: Path, tmp_path: Path) -> None:
+    config = replace(SEVERAL, learning_rate=0.3, steps=400, evaluations=20, patience=3)
+    run = finish(config, tmp_path / "run", text, every=100)
+    assert run.final is not None
+    assert run.final["end"] == "finished"
+    steps = config.evaluation_steps
+    assert run.final["step"] == steps[steps.index(run.final["best_step"]) + 3] < 400
+    assert finish(config, tmp_path / "run", text).records == run.records  # and it is not continued
+
+
+def test_a_share_of_a_text_is_its_first_lines(text: Path, tmp_path: Path) -> None:
+    part, whole = load_corpus(text, share=0.25), load_corpus(text)
+    assert part.digest != whole.digest
+    lines = text.read_text().splitlines()[: round(360 * 0.25)]
+    assert [part.vocabulary[word] for word in part.train] == [
+        word for line in lines for word in (*line.split(), "<eos>")
+    ]
+    assert part.valid.numel() == whole.valid.numel()
+    assert part.test.numel() == whole.test.numel()
+    run = finish(replace(SMALL, share=0.25), tmp_path / "run", text)
+    assert run.environment["corpus"]["share"] == 0.25
+    assert run.environment["corpus"]["digest"] == part.digest
+    for share in (0.0, 1.5):
+        with pytest.raises(ConfigError, match="share must be above 0 and at most 1"):
+            replace(SMALL, share=share)

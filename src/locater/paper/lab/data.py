@@ -55,6 +55,7 @@ def load_corpus(
     *,
     vocabulary: Vocabulary = "word",
     size: int | None = None,
+    share: float = 1.0,
 ) -> Corpus:
     """Read a text and number its tokens, `<eos>` at the end of every line.
 
@@ -65,8 +66,13 @@ def load_corpus(
     `size` cuts the vocabulary, by frequency in train; the rest is `<unk>`.  Without it a word
     vocabulary keeps every word of a text that brings its own `<unk>`, else every word seen three
     times.  `bpe` learns pieces of words from train and needs a size.
+
+    `share` keeps the first lines of train alone, and learns the vocabulary from them.
     """
     name, texts = _read(source)
+    if share < 1:
+        lines = texts["train"].splitlines(keepends=True)
+        texts["train"] = "".join(lines[: max(1, round(share * len(lines)))])
     for split in SPLITS:
         if not texts[split].split():
             raise InputError(

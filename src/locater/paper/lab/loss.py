@@ -29,17 +29,17 @@ def linear_cross_entropy(
     weight: Float[Tensor, "vocabulary model"],
     targets: Int64[Tensor, " tokens"],
     *,
-    chunk: int = 256,
+    chunk: int | None = None,
     dtype: torch.dtype | None = None,
     ignore_index: int = -100,
 ) -> Float[Tensor, ""]:
     """Mean of −log softmax(W h)[target] in nats; gradients are computed on the way, by chunks.
 
     At most `chunk` × vocabulary logits exist at a time, in one buffer that every chunk uses again.
-    With `dtype=torch.bfloat16` the factors of the three matrix products have that precision (see
-    `fast_dtype`); sums and probabilities are float32 or better always.
+    With a `dtype` below the tensors' own, such as bfloat16 (see `fast_dtype`), logits and
+    probabilities are kept in it, and of the loss only log Σ exp is read from such logits.
     """
-    if chunk < 1:
+    if chunk is not None and chunk < 1:
         raise ConfigError(f"chunk must be one or more, got {chunk}.", hint="256 suits a CPU.")
     keep = targets != ignore_index
     if not bool(keep.all()):
@@ -52,22 +52,24 @@ def linear_cross_entropy(
             f"targets from {least} to {most} do not fit a vocabulary of {weight.shape[0]}.",
             hint="the text was numbered with another vocabulary than the model's.",
         )
+    work = _RoundedWork if dtype in (torch.bfloat16, torch.float16) else _Work
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        return _LinearCrossEntropy.apply(hidden, weight, targets, chunk, dtype)  # type: ignore[no-untyped-call]
-    return _Work(hidden, weight, targets, chunk, dtype).run()
+        return _LinearCrossEntropy.apply(work, hidden, weight, targets, chunk, dtype)  # type: ignore[no-untyped-call]
+    return work(hidden, weight, targets, chunk, dtype).run()
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        kind: type[_Work],
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
-        chunk: int,
+        chunk: int | None,
         dtype: torch.dtype | None,
     ) -> Tensor:
-        work = _Work(hidden, weight, targets, chunk, dtype)
+        work = kind(hidden, weight, targets, chunk, dtype)
         hidden_grad = torch.empty_like(work.hidden, dtype=work.exact)
         weight_grad = torch.zeros_like(work.weight, dtype=work.exact)
         loss = work.run(hidden_grad, weight_grad)
@@ -80,32 +82,30 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grads = [
             (one * grad).to(dtype) for one, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
-        return grads[0], grads[1], None, None, None
+        return None, grads[0], grads[1], None, None, None
 
 
 class _Work:
     """One pass over the tokens; logits lie as vocabulary × chunk, which multiplies fastest."""
+
+    best_chunk = 256
 
     def __init__(
         self,
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
-        chunk: int,
+        chunk: int | None,
         dtype: torch.dtype | None,
     ) -> None:
         self.hidden, self.weight, self.targets = hidden.detach(), weight.detach(), targets
-        self.chunk = min(chunk, len(targets))
-        self.kind = dtype or hidden.dtype
+        self.chunk = min(chunk or self.best_chunk, len(targets))
         self.exact = torch.promote_types(
             torch.promote_types(hidden.dtype, weight.dtype), torch.float32
         )
+        self.kind = dtype or self.exact
         self.factor = self.weight.to(self.kind)
-        room = weight.shape[0] * self.chunk
-        self.scores = hidden.new_empty(room, dtype=self.exact)
-        self.rounded = self.scores
-        if self.kind != self.exact:
-            self.rounded = hidden.new_empty(room, dtype=self.kind)
+        self.buffer = hidden.new_empty(weight.shape[0] * self.chunk, dtype=self.kind)
 
     @torch.no_grad()
     def run(self, hidden_grad: Tensor | None = None, weight_grad: Tensor | None = None) -> Tensor:
@@ -114,16 +114,9 @@ class _Work:
         total = self.hidden.new_zeros((), dtype=self.exact)
         with torch.autocast(self.hidden.device.type, enabled=False):
             for start in range(0, tokens, self.chunk):
-                part = slice(start, min(start + self.chunk, tokens))
-                loss, share, norm = self._exponentials(part)
-                total += loss
-                if hidden_grad is not None and weight_grad is not None:
-                    torch.div(share.mT @ self.factor, norm, out=hidden_grad[part])
-                    rows = (self.hidden[part] / norm).to(self.kind)
-                    if self.kind == self.exact:
-                        weight_grad.addmm_(share, rows)
-                    else:
-                        weight_grad += share @ rows
+                total += self.add(
+                    slice(start, min(start + self.chunk, tokens)), hidden_grad, weight_grad
+                )
             if hidden_grad is not None and weight_grad is not None:
                 hidden_grad -= self.weight[self.targets]
                 weight_grad.index_add_(0, self.targets, self.hidden.to(self.exact), alpha=-1)
@@ -131,18 +124,40 @@ class _Work:
                 weight_grad /= tokens
         return total / tokens
 
-    def _exponentials(self, part: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """A chunk's summed loss, its exp(logit − largest) and the sums of those, by token."""
+    def add(self, part: slice, hidden_grad: Tensor | None, weight_grad: Tensor | None) -> Tensor:
+        """A chunk's summed loss; what its probabilities give to the gradients is added there."""
         rows, goal = self.hidden[part].to(self.kind), self.targets[part]
-        shape = self.weight.shape[0], len(goal)
-        scores = self.scores[: shape[0] * shape[1]].view(shape)
-        rounded = self.rounded[: shape[0] * shape[1]].view(shape)
-        torch.mm(self.factor, rows.mT, out=rounded)
-        if self.kind != self.exact:
-            scores.copy_(rounded)
+        scores = self.buffer[: self.weight.shape[0] * len(goal)].view(-1, len(goal))
+        torch.mm(self.factor, rows.mT, out=scores)
         scores -= scores.amax(dim=0)
         picked = scores.gather(0, goal[None]).sum()
         norm = scores.exp_().sum(dim=0)
-        if self.kind != self.exact:
-            rounded.copy_(scores)
-        return norm.log().sum() - picked, rounded, norm[:, None]
+        if hidden_grad is not None and weight_grad is not None:
+            torch.div(scores.mT @ self.factor, norm[:, None], out=hidden_grad[part])
+            weight_grad.addmm_(scores, rows / norm[:, None])
+        return norm.log().sum() - picked
+
+
+class _RoundedWork(_Work):
+    """Logits as chunk × vocabulary in a short dtype, turned into probabilities where they lie."""
+
+    best_chunk = 512
+
+    def add(self, part: slice, hidden_grad: Tensor | None, weight_grad: Tensor | None) -> Tensor:
+        """A chunk's summed loss; the logit of the target is taken in full precision."""
+        rows, goal = self.hidden[part].to(self.kind), self.targets[part]
+        scores = self.buffer[: self.weight.shape[0] * len(goal)].view(len(goal), -1)
+        torch.mm(rows, self.factor.mT, out=scores)
+        rounded = scores.gather(1, goal[:, None])[:, 0].to(self.exact)
+        torch.softmax(scores, -1, out=scores)
+        share = scores.gather(1, goal[:, None])[:, 0].to(self.exact)
+        exact = (rows.to(self.exact) * self.factor[goal].to(self.exact)).sum(-1)
+        losses = rounded - share.log() - exact
+        lost = share == 0  # the probability is below the smallest number there is
+        if bool(lost.any()):
+            logits = self.hidden[part][lost].to(self.exact) @ self.weight.to(self.exact).mT
+            losses[lost] = logits.logsumexp(-1) - logits.gather(1, goal[lost, None])[:, 0]
+        if hidden_grad is not None and weight_grad is not None:
+            hidden_grad[part] = scores @ self.factor
+            weight_grad += scores.mT @ rows
+        return losses.sum()

@@ -29,6 +29,8 @@ class Material:
     """In a fixed random order, so that the first batches stand for all of them."""
     whole_valid: Source
     """In the text's own order, each block once."""
+    whole_test: Source | None
+    """The same of test; None where the data has no such part."""
     vocabulary: int
     length: int
     corpus: dict[str, Any]
@@ -70,7 +72,7 @@ def load_material(config: TrainConfig, source: str) -> Material:
             f"the settings ask for the text {config.corpus!r}, and {source} is another.",
             hint="name the text in the settings, or give --data where it lies.",
         )
-    corpus = _corpus(source, config.vocabulary, config.vocabulary_size)
+    corpus = _corpus(source, config.vocabulary, config.vocabulary_size, config.share)
     size = len(corpus.vocabulary)
 
     def batches(part: str, seed: int | None, batch: int) -> Batches:
@@ -83,10 +85,12 @@ def load_material(config: TrainConfig, source: str) -> Material:
         train=batches("train", config.seed, config.batch),
         valid=batches("valid", 0, _EVALUATED),
         whole_valid=batches("valid", None, _EVALUATED),
+        whole_test=batches("test", None, _EVALUATED),
         vocabulary=size,
         length=config.tokens,
         corpus={
             "name": config.corpus,
+            **({"share": config.share} if config.share < 1 else {}),
             "digest": corpus.digest,
             "vocabulary": size,
             "train": corpus.train.numel(),
@@ -96,8 +100,8 @@ def load_material(config: TrainConfig, source: str) -> Material:
 
 
 @lru_cache(maxsize=4)
-def _corpus(source: str, vocabulary: Any, size: int | None) -> Corpus:
-    return load_corpus(source, vocabulary=vocabulary, size=size)
+def _corpus(source: str, vocabulary: Any, size: int | None, share: float) -> Corpus:
+    return load_corpus(source, vocabulary=vocabulary, size=size, share=share)
 
 
 def _digits(config: TrainConfig) -> Material:
@@ -111,6 +115,7 @@ def _digits(config: TrainConfig) -> Material:
         train=train,
         valid=valid,
         whole_valid=whole,
+        whole_test=None,
         vocabulary=10,
         length=digits.train.shape[1],
         corpus={"name": DIGITS, "train": len(digits.train), "valid": len(digits.valid)},

@@ -77,7 +77,7 @@ class _Layer:
 class Meter:
     """Measures one model at a cadence, without a trace in its training.
 
-    On the way it is always the first batch of `valid`; at the end also the loss on `whole`.  The
+    It is always the first batch of `valid`; `loss` is that of a whole part of the data.  The
     exact prediction of ρ takes the means, kernel and covariance of the tokens that really reach
     the attention.
     """
@@ -85,31 +85,41 @@ class Meter:
     model: Transformer
     valid: Source
     whole: Source
+    """All of valid: for the share of pictures that are told right."""
     device: torch.device
     _layers: list[_Layer] = field(default_factory=list)
 
     @torch.no_grad()
-    def measure(self, *, is_final: bool = False, predicts: bool = False) -> Record:
+    def loss(self, source: Source) -> float:
+        """Mean loss per target of a whole part of the data, in evaluation mode."""
+        with self._evaluating():
+            return self._loss(source, source.steps_per_epoch)
+
+    @torch.no_grad()
+    def measure(self, *, predicts: bool = False) -> Record:
         """One record of the model as it is now, in evaluation mode."""
-        was_training = self.model.training
-        self.model.eval()
-        try:
+        with self._evaluating():
             with self._watching():
                 record: Record = {"valid_loss": self._loss(self.valid, 1)}
             if not math.isfinite(record["valid_loss"]):
                 return rounded(record)  # nothing else is a number either
-            if is_final:
-                record["whole_valid_loss"] = self._loss(self.whole, self.whole.steps_per_epoch)
             if self.model.config.task == "vision":
                 record["accuracy"] = self._accuracy()
-            record.update(self._spectra(with_eigenvalues=is_final or predicts))
+            record.update(self._spectra(with_eigenvalues=predicts))
             record["entropy"] = [layer.entropy for layer in self._layers]
             record["max_logit"] = [layer.max_logit for layer in self._layers]
             record["rank"] = [layer.rank for layer in self._layers]
             record["rho"] = rounded([layer.rho for layer in self._layers], 3)
-            if predicts and not self._is_normalized():
+            if predicts and not self._is_bent():
                 record["predicted_rho"] = rounded(self._predicted(), 3)
             return rounded(record)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            yield
         finally:
             self._layers.clear()
             self.model.train(was_training)
@@ -149,10 +159,13 @@ class Meter:
                     record.setdefault("eigenvalues", []).append(rounded(pairs, 4))
         return record
 
-    def _is_normalized(self) -> bool:
-        """Whether queries and keys are normalized: then no fixed W_QK makes the logits."""
+    def _is_bent(self) -> bool:
+        """Whether a norm or a cap stands in between: then no fixed W_QK makes the logits."""
         attentions = [one for one in self.model.modules() if isinstance(one, Attention)]
-        return not all(isinstance(one.q_norm, nn.Identity) for one in attentions)
+        return any(
+            not isinstance(one.q_norm, nn.Identity) or one.soft_cap is not None
+            for one in attentions
+        )
 
     def _predicted(self) -> list[list[float]]:
         """ρ of every layer, exact, for Gaussian tokens with the moments of those measured."""
@@ -186,7 +199,7 @@ class Meter:
                     seen: list[Tensor] = seen,
                     module: Attention = module,
                 ) -> None:
-                    logits = query @ key.mT * module.scaling
+                    logits = module.logits(query, key)
                     self._layers.append(_Layer(seen[0], logits, module.is_causal))
 
                 undo.append((module, module.register_forward_pre_hook(enter), watch))

@@ -94,6 +94,8 @@ class Attention(nn.Module):
         self.q_norm: nn.Module = nn.Identity()
         self.k_norm: nn.Module = nn.Identity()
         self.head_dim = self.q_proj.out_features // self.num_heads
+        self.soft_cap: float | None = None
+        """Bounds the logits by cap · tanh(logit / cap), where it is given."""
         self.watchers: list[Watcher] = []
 
     def forward(self, hidden: Float[Tensor, "batch length model"]) -> Tensor:
@@ -105,10 +107,23 @@ class Attention(nn.Module):
             key = key.expand_as(query)
         for watch in self.watchers:
             watch(query, key)
-        mixed = functional.scaled_dot_product_attention(
-            query, key, value, is_causal=self.is_causal, scale=self.scaling
-        )
+        if self.soft_cap is None:
+            mixed = functional.scaled_dot_product_attention(
+                query, key, value, is_causal=self.is_causal, scale=self.scaling
+            )
+        else:
+            logits = self.logits(query, key)
+            if self.is_causal:
+                future = torch.ones_like(logits[0, 0], dtype=torch.bool).triu(1)
+                logits = logits.masked_fill(future, -math.inf)
+            mixed = logits.softmax(-1).to(value.dtype) @ value
         return self.out_proj(mixed.transpose(1, 2).flatten(2))
+
+    def logits(self, query: Tensor, key: Tensor) -> Tensor:
+        """What enters the softmax, before any mask."""
+        logits = query @ key.mT * self.scaling
+        cap = self.soft_cap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def _split(self, rows: Tensor, size: int) -> Tensor:
         return rows.unflatten(2, (-1, size)).transpose(1, 2)
@@ -153,7 +168,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.loss_dtype: torch.dtype | None = None
-        """Precision of the output layer's products; the model's own where None."""
+        """Precision of the output layer's products in training; the model's own where None."""
         with torch.random.fork_rng(devices=[]):  # torch's own first values, replaced below
             self._build(config)
         self.reset(generator)
@@ -193,8 +208,9 @@ class Transformer(nn.Module):
         hidden = self(inputs)
         if self.config.task == "vision":
             hidden = hidden.mean(dim=1, keepdim=True)
+        dtype = self.loss_dtype if self.training else None  # what is reported is not rounded
         return linear_cross_entropy(
-            hidden.flatten(0, 1), self.output.weight, targets.flatten(), dtype=self.loss_dtype
+            hidden.flatten(0, 1), self.output.weight, targets.flatten(), dtype=dtype
         )
 
     @torch.no_grad()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -22,6 +23,8 @@ _PAPER_TOKENS = 64 * 64
 _CPU_STEPS = 2500
 _FIGURES = {"fig6": (128, 1), "fig7": (128, 1), "fig8": (32, 1), "fig9": (32, 3), "fig10": (32, 6),
             "fig11": (128, 3), "fig12": (128, 6)}  # fmt: skip
+ACTING = 5.0
+"""A bound on logits that acts: the baseline of d = 128 reaches 9 to 12."""
 HOT = 0.03
 """A learning rate at which attention without any help collapses to single tokens in 100 steps."""
 
@@ -38,6 +41,8 @@ class Setting:
     """What the regularizer's strengths were taken to be; empty without it."""
     kappa: float | None = None
     """κ₂."""
+    method: str = ""
+    """What a grid of settings is chosen for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +53,18 @@ class Sweep:
     question: str
     settings: tuple[Setting, ...]
     seeds: int = 3
+    first_seed: int = 0
 
-    def configs(self, seeds: int | None = None) -> list[TrainConfig]:
+    @property
+    def all_seeds(self) -> range:
+        """The seeds with which every setting is trained."""
+        return range(self.first_seed, self.first_seed + self.seeds)
+
+    def configs(self) -> list[TrainConfig]:
         """Every run, seed after seed, so that a sweep that is stopped has whole seeds."""
         return [
             replace(setting.config, seed=seed)
-            for seed in range(seeds or self.seeds)
+            for seed in self.all_seeds
             for setting in self.settings
         ]
 
@@ -214,6 +225,138 @@ def _architectures(config: TrainConfig) -> Sweep:
     )
 
 
+METHODS: dict[str, dict[str, Any]] = {
+    "none": {},
+    **{reading: {"reading": reading} for reading in READINGS},
+    "sigma-reparam": {"stabilizer": "sigma-reparam"},
+    "qk-norm": {"stabilizer": "qk-norm"},
+    "qk-clip": {"stabilizer": "qk-clip", "max_logit": ACTING},
+    "soft-cap": {"stabilizer": "soft-cap", "max_logit": ACTING},
+    "qk-weight-decay": {"stabilizer": "qk-weight-decay"},
+    "dropout .3": {"dropout": 0.3},
+    "weight decay 1": {"weight_decay": 1.0},
+    "scale term .01": {"scale_strength": 0.01},
+    "scale term 1": {"scale_strength": 1.0},
+    "mean term 1": {"mean_strength": 1.0},
+    "mean term 100": {"mean_strength": 100.0},
+}
+"""What a run may be held by, as changes to its settings; a reading of LocAteR has κ₂ = 1."""
+
+
+def with_method(config: TrainConfig, method: str) -> TrainConfig:
+    """The settings with one method of `METHODS`."""
+    if method not in METHODS:
+        raise ConfigError(f"unknown method {method!r}.", hint="one of " + ", ".join(METHODS) + ".")
+    changes = dict(METHODS[method])
+    reading = changes.pop("reading", None)
+    return replace(with_locater(config, reading, 1.0) if reading else config, **changes)
+
+
+def compared(
+    name: str,
+    question: str,
+    config: TrainConfig,
+    methods: Sequence[str],
+    *,
+    seeds: int,
+    first_seed: int,
+    grid: Mapping[str, Sequence[Any]] | None = None,
+) -> Sweep:
+    """Methods side by side, each at every point of a grid of settings."""
+    grid = grid or {}
+    settings = []
+    for point in itertools.product(*grid.values()):
+        changes = dict(zip(grid, point, strict=True))
+        where = ", ".join(f"{key} = {value}" for key, value in changes.items())
+        for method in methods:
+            is_reading = method in READINGS
+            settings.append(
+                Setting(
+                    label=f"{where}, {method}" if where else method,
+                    config=with_method(replace(config, **changes), method),
+                    group=where,
+                    reading=method if is_reading else "",
+                    kappa=1.0 if is_reading else None,
+                    method=method,
+                )
+            )
+    return Sweep(name=name, question=question, settings=tuple(settings), seeds=seeds,
+                 first_seed=first_seed)  # fmt: skip
+
+
+def grid_of(words: Sequence[str]) -> dict[str, list[Any]]:
+    """`learning_rate=5e-4,1e-3` and its like, as settings and their values.
+
+    >>> grid_of(["learning_rate=5e-4,1e-3", "stabilizer=qk-norm"])
+    {'learning_rate': [0.0005, 0.001], 'stabilizer': ['qk-norm']}
+    """
+    default = TrainConfig()
+    grid: dict[str, list[Any]] = {}
+    for word in words:
+        name, _, values = word.partition("=")
+        if not hasattr(default, name) or not values or name in ("seed", "corpus"):
+            raise ConfigError(
+                f"{word!r} is no setting with values.",
+                hint="learning_rate=5e-4,1e-3 is; settings are the flags of `locater train`, with "
+                "_ for -; the seed has flags of its own.",
+            )
+        grid[name] = [_value(name, text, getattr(default, name)) for text in values.split(",")]
+    return grid
+
+
+def _value(name: str, text: str, default: Any) -> Any:
+    if isinstance(default, bool):
+        text = {"true": "1", "false": ""}.get(text.lower(), text)
+    kind = int if default is None else type(default)  # vocabulary_size
+    try:
+        return kind(text)
+    except ValueError:
+        raise ConfigError(
+            f"{name} cannot be {text!r}.", hint=f"give numbers such as {name}={default}."
+        ) from None
+
+
+SELECTION, CONFIRMATION, JUDGED = 100, 200, 300
+"""First seeds: to choose a learning rate, to judge at that rate, to judge without a choice."""
+PAIR = ("none", "printed", "swapped-sum-normalized")
+RATES = (5e-4, 1e-3, 2e-3, 4e-3)
+
+
+def _protocol() -> list[Sweep]:
+    """The regimes of docs/protocol.md."""
+    small = base(cpu=True, precision="bf16", evaluations=20, predict_every=1000)
+    three = replace(small, share=0.03, steps=10_000, measure_every=250)
+    least = replace(small, share=0.006, steps=2_500, measure_every=100)
+    paper = replace(small, share=0.15, steps=50_000, learning_rate=2.5e-5, measure_every=1000)
+    words = replace(paper, vocabulary="word", vocabulary_size=None, share=0.25, dim=32,
+                    learning_rate=1e-4)  # fmt: skip
+    others = ("none", "qk-norm", "sigma-reparam", "dropout .3", "weight decay 1",
+              "scale term .01", "scale term 1", "mean term 1", "mean term 100")  # fmt: skip
+    rivals = (*PAIR, "sigma-reparam", "qk-norm", "qk-clip", "soft-cap")
+
+    def regime(name: str, question: str, config: TrainConfig, methods: Sequence[str] = PAIR,
+               seeds: int = 5) -> Sweep:  # fmt: skip
+        return compared(name, question, config, methods, seeds=seeds, first_seed=JUDGED)
+
+    return [
+        regime("passes-3", "3 % of the text, 110 passes", three),
+        regime("passes-3-others", "3 % of the text, 110 passes: what else would do it",
+               three, others, 3),
+        regime("passes-0.6", "0.6 % of the text, 175 passes", least),
+        regime("passes-0.6-fp32", "0.6 % of the text, 175 passes, in float32",
+               replace(least, precision="fp32"), PAIR, 3),
+        regime("passes-15", "15 % of the text, 104 passes at the paper's learning rate", paper),
+        compared("tuned", "All of the text, .74 passes, each method at its own learning rate",
+                 replace(small, measure_every=100), rivals, grid={"learning_rate": RATES},
+                 seeds=2, first_seed=SELECTION),
+        regime("depth-3", "3 % of the text, 110 passes, 3 layers", replace(three, layers=3),
+               PAIR[:2], 3),
+        regime("depth-6", "3 % of the text, 110 passes, 6 layers", replace(three, layers=6),
+               PAIR[:2], 3),
+        regime("words", "25 % of the text, all its words, 99 passes", words, PAIR, 1),
+    ]  # fmt: skip
+
+
 def _rivals(config: TrainConfig, name: str, question: str) -> Sweep:
     settings = _settings(config, READINGS, (1.0,))
     for rival in ("sigma-reparam", "qk-norm", "qk-clip", "qk-weight-decay"):
@@ -281,6 +424,7 @@ def _sweeps() -> dict[str, Sweep]:
             f"(e) Against the rivals, at a learning rate of {HOT:g}: what prevents the collapse?",
         ),
         _tiny(),
+        *_protocol(),
     ]
     return {sweep.name: sweep for sweep in found}
 

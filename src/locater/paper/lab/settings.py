@@ -26,6 +26,8 @@ class TrainConfig:
     vocabulary: Literal["word", "bpe"] = "word"
     vocabulary_size: int | None = None
     """Cuts the vocabulary; needed for bpe."""
+    share: float = 1.0
+    """Train on this share of the text, its first lines; the vocabulary is learned from them."""
     task: Task = "causal"
     """Predict the next token, hidden tokens, or which digit a picture shows."""
     layers: int = 1
@@ -61,7 +63,7 @@ class TrainConfig:
     stabilizer: Stabilizer = "none"
     """A rival in place of LocAteR."""
     max_logit: float = 100.0
-    """Where `qk-clip` scales queries and keys back."""
+    """Where `qk-clip` scales queries and keys back, and what `soft-cap` bounds logits by."""
     qk_decay: float = 0.1
     """How much `qk-weight-decay` shrinks queries and keys a step, times the learning rate."""
     precision: Literal["fp32", "bf16"] = "fp32"
@@ -70,6 +72,11 @@ class TrainConfig:
     """Steps between two measurements."""
     predict_every: int = 10
     """Measurements between two exact predictions of ρ, which cost the most."""
+    evaluations: int = 1
+    """How often the whole valid text is scored, denser early and last at the end; with more than
+    one the best model is kept and scored on test, once, when training ends."""
+    patience: int = 0
+    """Evaluations without a better one after which training ends; zero never ends it early."""
 
     def __post_init__(self) -> None:
         hints = get_type_hints(TrainConfig)
@@ -81,7 +88,8 @@ class TrainConfig:
                     hint="choose one of: " + ", ".join(choices) + ".",
                 )
         for name, least in (("layers", 1), ("dim", 4), ("tokens", 2), ("batch", 1),
-                            ("steps", 1), ("measure_every", 1), ("predict_every", 1)):  # fmt: skip
+                            ("steps", 1), ("measure_every", 1), ("predict_every", 1),
+                            ("evaluations", 1), ("patience", 0)):  # fmt: skip
             if getattr(self, name) < least:
                 raise ConfigError(
                     f"{name} must be at least {least}, got {getattr(self, name)}.",
@@ -97,11 +105,27 @@ class TrainConfig:
                 f"weight_decay must be zero or more, got {self.weight_decay}.",
                 hint="the paper has 0.01.",
             )
+        if not 0 < self.share <= 1:
+            raise ConfigError(
+                f"share must be above 0 and at most 1, got {self.share}.",
+                hint="0.15 trains on the first 15 % of the text's lines.",
+            )
         if not 0 <= self.dropout < 1:
             raise ConfigError(
                 f"dropout must be from 0 to below 1, got {self.dropout}.", hint="the paper has 0.1."
             )
         self.penalty  # noqa: B018  (bad strengths are said here)
+
+    @property
+    def evaluation_steps(self) -> tuple[int, ...]:
+        """When the whole valid text is scored: at growing distances, the last at the end.
+
+        >>> TrainConfig(steps=1000, evaluations=5).evaluation_steps
+        (40, 160, 360, 640, 1000)
+        """
+        count = self.evaluations
+        chosen = {max(1, round(self.steps * (k / count) ** 2)) for k in range(1, count + 1)}
+        return tuple(sorted(chosen))
 
     @property
     def penalty(self) -> LocAteRConfig | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -13,8 +13,8 @@ from torch.nn.utils import parametrize
 from locater.errors import ConfigError, InputError
 from locater.paper.lab.model import Attention
 
-Stabilizer = Literal["none", "sigma-reparam", "qk-norm", "qk-clip", "qk-weight-decay"]
-STABILIZERS = ("none", "sigma-reparam", "qk-norm", "qk-clip", "qk-weight-decay")
+Stabilizer = Literal["none", "sigma-reparam", "qk-norm", "qk-clip", "soft-cap", "qk-weight-decay"]
+STABILIZERS: tuple[Stabilizer, ...] = get_args(Stabilizer)
 
 
 class Stabilized:
@@ -39,6 +39,7 @@ def apply_stabilizer(
       2023).
     - `qk-clip`: a head whose largest logit passed `max_logit` in a step has its queries and keys
       scaled back by as much (Kimi K2, 2025).
+    - `soft-cap`: logits are bounded by `max_logit` · tanh(logit / `max_logit`) (Gemma 2, 2024).
     - `qk-weight-decay`: queries and keys alone decay by `learning_rate` · `decay` a step.
     """
     attentions = [module for module in model.modules() if isinstance(module, Attention)]
@@ -56,6 +57,11 @@ def apply_stabilizer(
     if name == "qk-norm":
         for attention in attentions:
             _normalize(attention)
+    if name in ("qk-clip", "soft-cap") and max_logit <= 0:
+        raise ConfigError(f"max_logit must be positive, got {max_logit}.", hint="100 is usual.")
+    if name == "soft-cap":
+        for attention in attentions:
+            attention.soft_cap = max_logit
     if name == "qk-clip":
         return _Clip(attentions, max_logit)
     if name == "qk-weight-decay":
@@ -119,8 +125,6 @@ def _normalize(attention: Attention) -> None:
 
 class _Clip(Stabilized):
     def __init__(self, attentions: list[Attention], max_logit: float) -> None:
-        if max_logit <= 0:
-            raise ConfigError(f"max_logit must be positive, got {max_logit}.", hint="100 is usual.")
         self.attentions, self.max_logit = attentions, max_logit
         self.seen: dict[int, Tensor] = {}
         for place, attention in enumerate(attentions):

@@ -7,18 +7,26 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from locater.core.theory import Profile
-from locater.errors import InputError
+from locater.errors import InputError, MissingExtraError
 from locater.files import write_file
 from locater.paper.lab.presets import Setting, Sweep
 from locater.paper.lab.run import Run
 
-_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-"""97.5 % points of Student's t for 1 to 10 degrees of freedom."""
 _MARK = re.compile(r"(<!-- results: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def student(freedom: int) -> Any:
+    """Student's t with so many degrees of freedom, a distribution of scipy."""
+    try:
+        from scipy import stats  # type: ignore[import-untyped]
+    except ImportError as error:  # pragma: no cover - the dev environment has it
+        raise MissingExtraError("scipy", extra="lab") from error
+    return stats.t(freedom)
 
 
 @dataclass(frozen=True)
@@ -37,8 +45,7 @@ class Interval:
         if count == 1:
             return cls(mean, math.nan)
         error = math.sqrt(sum((value - mean) ** 2 for value in values) / (count - 1) / count)
-        student = _STUDENT[count - 2] if count - 2 < len(_STUDENT) else 2.2
-        return cls(mean, student * error)
+        return cls(mean, float(student(count - 1).isf(0.025)) * error)
 
     @property
     def excludes_zero(self) -> bool:
@@ -67,6 +74,11 @@ class Row:
     diverged: int
     """Runs whose loss became no number; the rest of the row is about the others."""
     perplexity: Interval
+    """On all of valid, the best of the run's evaluations."""
+    last: Interval
+    """The same after the last step, where there were several."""
+    test: Interval
+    """On test, of the best model."""
     change: Interval
     """Of the perplexity against the baseline's with the same seed, in percent."""
     accuracy: Interval
@@ -96,7 +108,8 @@ def summarize(sweep: Sweep, runs: Mapping[str, Run]) -> list[Row]:
     """A row for every setting; `runs` are by digest, missing ones are left out."""
     baselines = {s.group: s for s in reversed(sweep.settings) if s.label.endswith("none")}
     return [
-        _row(setting, baselines.get(setting.group), sweep.seeds, runs) for setting in sweep.settings
+        _row(setting, baselines.get(setting.group), sweep.all_seeds, runs)
+        for setting in sweep.settings
     ]
 
 
@@ -109,7 +122,7 @@ def paired(
 ) -> Interval:
     """How a value differs between two settings, seed by seed."""
     changes = []
-    for seed in range(sweep.seeds):
+    for seed in sweep.all_seeds:
         pair = [_run_of(setting, seed, runs) for setting in (before, after)]
         whole = [run for run in pair if run is not None and not run.has_diverged]
         if len(whole) == 2:
@@ -117,10 +130,19 @@ def paired(
     return Interval.of(changes)
 
 
-def final_loss(run: Run) -> float:
-    """On the whole valid text, at the end."""
-    assert run.final is not None
-    return float(run.final["whole_valid_loss"])
+def best_loss(run: Run) -> float:
+    """The primary outcome: the best loss on all of valid over the run's evaluations."""
+    return float(min(loss for _, loss in run.series("whole_valid_loss")))
+
+
+def last_loss(run: Run) -> float:
+    """On all of valid, after the last step."""
+    return float(run.series("whole_valid_loss")[-1][1])
+
+
+def loss_on_test(run: Run) -> float | None:
+    """On test, of the model that was best on valid; None where that was not asked for."""
+    return (run.final or {}).get("test_loss")
 
 
 def final_mean(run: Run, name: str) -> float:
@@ -138,6 +160,8 @@ def markdown(rows: Sequence[Row]) -> str:
     columns: dict[str, Callable[[Row], str]] = {
         "setting": lambda row: row.setting.label,
         "perplexity": lambda row: row.perplexity.text(2),
+        "after the last step": lambda row: row.last.text(2),
+        "test": lambda row: row.test.text(2),
         "change, %": lambda row: row.change.text(2),
         "perplexity is": lambda row: row.verdict,
         "accuracy": lambda row: row.accuracy.text(3),
@@ -166,8 +190,8 @@ def update_page(page: Path, table: Callable[[str], str]) -> Path:
     return write_file(page, _MARK.sub(lambda match: f"{match[1]}{table(match[2])}{match[3]}", text))
 
 
-def _row(setting: Setting, baseline: Setting | None, seeds: int, runs: Mapping[str, Run]) -> Row:
-    found = [_run_of(setting, seed, runs) for seed in range(seeds)]
+def _row(setting: Setting, baseline: Setting | None, seeds: range, runs: Mapping[str, Run]) -> Row:
+    found = [_run_of(setting, seed, runs) for seed in seeds]
     ended = [run for run in found if run is not None]
     whole = [run for run in ended if not run.has_diverged]
     changes = []
@@ -175,7 +199,7 @@ def _row(setting: Setting, baseline: Setting | None, seeds: int, runs: Mapping[s
         for run in whole:
             other = _run_of(baseline, run.config.seed, runs)
             if other is not None and not other.has_diverged:
-                changes.append(100 * math.expm1(final_loss(run) - final_loss(other)))
+                changes.append(100 * math.expm1(best_loss(run) - best_loss(other)))
 
     def interval(value: Callable[[Run], float | None]) -> Interval:
         values = [value(run) for run in whole]
@@ -185,7 +209,9 @@ def _row(setting: Setting, baseline: Setting | None, seeds: int, runs: Mapping[s
         setting=setting,
         seeds=len(ended),
         diverged=len(ended) - len(whole),
-        perplexity=interval(lambda run: math.exp(final_loss(run))),
+        perplexity=interval(lambda run: math.exp(best_loss(run))),
+        last=interval(lambda run: math.exp(last_loss(run)) if run.config.evaluations > 1 else None),
+        test=interval(lambda run: math.exp(loss) if (loss := loss_on_test(run)) else None),
         change=Interval.of(changes),
         accuracy=interval(lambda run: (run.final or {}).get("accuracy")),
         entropy=interval(lambda run: final_mean(run, "entropy")),

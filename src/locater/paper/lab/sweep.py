@@ -7,10 +7,10 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -18,8 +18,10 @@ import torch
 from locater.engines import Engine, run_units
 from locater.errors import InputError, LocaterError
 from locater.paper.lab.material import load_material
+from locater.paper.lab.presets import CONFIRMATION, Setting, Sweep
 from locater.paper.lab.run import DivergedError, Run
 from locater.paper.lab.settings import TrainConfig
+from locater.paper.lab.verdict import chosen
 
 RETRIES = 3
 """How often a run whose process died is taken up again."""
@@ -56,6 +58,7 @@ def run_sweep(
     workers: int | None = None,
     ray_address: str | None = None,
     checkpoint_every: int = 500,
+    trackers: Sequence[str] = (),
     report: Report = lambda done, total: None,
 ) -> list[Run]:
     """Train what is not finished yet and return all runs, in the order of the settings.
@@ -69,7 +72,7 @@ def run_sweep(
         _check_corpus(found.values(), folders.data)
     todo = [config for digest, config in wanted.items() if digest not in found]
     report(len(found), len(wanted))
-    job = _Job(folders.out, folders.data, checkpoint_every, tuple(todo))
+    job = _Job(folders.out, folders.data, checkpoint_every, tuple(trackers), tuple(todo))
     local = _Processes(job) if engine == "local" else None
     try:
         for unit, run in run_units(
@@ -94,6 +97,51 @@ def run_sweep(
     return [found[config.digest] for config in configs]
 
 
+def confirmed(
+    sweep: Sweep, train: Callable[[Sweep], Mapping[str, Run]], *, seeds: int
+) -> tuple[Sweep, Mapping[str, Run]]:
+    """Every method at the point of the grid that suits it best, with fresh seeds.
+
+    A method whose best learning rate is at an end of its grid gets a rate beyond it, twice or half
+    as large, until it is not, or five times.
+    """
+    runs = dict(train(sweep))
+    for _ in range(5):
+        wider = _widened(sweep, chosen(sweep, runs))
+        if wider is None:
+            break
+        sweep, runs = wider, {**runs, **train(wider)}
+    best = chosen(sweep, runs)
+    fresh = replace(
+        sweep,
+        name=f"{sweep.name}-confirmed",
+        settings=tuple(replace(setting, group="") for setting in best.values()),
+        seeds=seeds,
+        first_seed=CONFIRMATION,
+    )
+    return fresh, train(fresh)
+
+
+def _widened(sweep: Sweep, best: Mapping[str, Setting]) -> Sweep | None:
+    """The sweep with a point more for each method that is best at an end; None if none is."""
+    more = []
+    for method, setting in best.items():
+        rates = sorted({s.config.learning_rate for s in sweep.settings if s.method == method})
+        rate = setting.config.learning_rate
+        if len(rates) > 1 and rate in (rates[0], rates[-1]):
+            rate = rate * 2 if rate == rates[-1] else rate / 2
+            where = f"learning_rate = {rate:g}"
+            more.append(
+                replace(
+                    setting,
+                    label=f"{where}, {method}",
+                    config=replace(setting.config, learning_rate=rate),
+                    group=where,
+                )
+            )
+    return replace(sweep, settings=(*sweep.settings, *more)) if more else None
+
+
 def _check_corpus(runs: Iterable[Run], data: str) -> None:
     """Refuse to join runs of another text that goes by the same name."""
     for run in runs:
@@ -112,6 +160,7 @@ class _Job:
     out: Path
     data: str
     checkpoint_every: int
+    trackers: tuple[str, ...]
     configs: tuple[TrainConfig, ...]
 
     def __call__(self, unit: int) -> Run:
@@ -126,7 +175,7 @@ class _Job:
                 folder,
                 data=self.data,
                 checkpoint_every=self.checkpoint_every,
-                trackers=(),
+                trackers=self.trackers,
             )
         except DivergedError:
             return Run.load(folder)

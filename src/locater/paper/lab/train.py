@@ -34,6 +34,7 @@ from locater.paper.lab.run import (
     Run,
     RunFolder,
     describe_environment,
+    rounded,
 )
 from locater.paper.lab.settings import TrainConfig
 from locater.paper.lab.stabilizers import apply_stabilizer
@@ -129,13 +130,13 @@ def _go_on(
 def _run(loop: _Loop, folder: RunFolder, checkpoint_every: int, report: Report) -> None:
     """The steps that are left, measured and kept at their cadences."""
     config = loop.config
-    while loop.step < config.steps:
+    while not loop.is_over:
         began, before = time.perf_counter(), loop.step
         try:
             loop.advance()
-            is_last = loop.step == config.steps
-            if loop.step % config.measure_every == 0 or is_last:
-                loop.record(folder, is_final=is_last)
+            if loop.step % config.measure_every == 0 or loop.step in config.evaluation_steps:
+                loop.record(folder)
+            is_last = loop.is_over
         except DivergedError as error:
             if before % checkpoint_every == 0:  # what was kept there led to this
                 folder.discard(before)
@@ -156,6 +157,10 @@ def _check_processes(config: TrainConfig, accelerator: Any) -> None:
             "covariance='running' keeps the tokens' covariance of one process.",
             hint="train on one process, or leave it out.",
         )
+    if config.patience:
+        raise ConfigError(
+            "patience is kept by one process.", hint="leave it out, or train on one process."
+        )
     is_sharded = str(accelerator.distributed_type).endswith("FSDP")
     if is_sharded and config.stabilizer not in ("none", "qk-weight-decay"):
         raise ConfigError(
@@ -175,6 +180,15 @@ class _Objective(nn.Module):
         return self.model.loss(inputs, targets)
 
 
+@dataclass(frozen=True, eq=False)
+class _Best:
+    """The model that scored best on all of valid."""
+
+    step: int
+    loss: float
+    model: dict[str, Tensor]
+
+
 @dataclass(eq=False)
 class _Loop:
     """A model in training, with all that belongs to it."""
@@ -187,6 +201,8 @@ class _Loop:
     loss_sum: float = 0.0
     loss_count: int = 0
     last: Record = field(default_factory=dict)
+    best: _Best | None = None
+    """The best model so far, where the whole valid text is scored more than once."""
 
     def __post_init__(self) -> None:
         config, accelerator = self.config, self.accelerator
@@ -258,7 +274,17 @@ class _Loop:
         device = self.accelerator.device
         return inputs[start : start + each].to(device), targets[start : start + each].to(device)
 
-    def record(self, folder: RunFolder, *, is_final: bool = False) -> None:
+    @property
+    def is_over(self) -> bool:
+        """Whether all steps are done, or patience is at its end."""
+        if self.step == self.config.steps:
+            return True
+        if not self.config.patience or self.best is None:
+            return False
+        since = [at for at in self.config.evaluation_steps if self.best.step < at <= self.step]
+        return len(since) >= self.config.patience
+
+    def record(self, folder: RunFolder) -> None:
         """Measure, and add what was found to the metrics and trackers."""
         model = self._whole_model()
         if not self.accelerator.is_main_process:
@@ -270,14 +296,37 @@ class _Loop:
         record: Record = {"step": self.step}
         if self.loss_count:
             record["train_loss"] = self.loss_sum / self.loss_count
-        record.update(meter.measure(is_final=is_final, predicts=is_final or is_due))
+        evaluated = {}
+        if self.step in self.config.evaluation_steps:
+            evaluated["whole_valid_loss"] = rounded(self._evaluate(meter))
+        record.update(meter.measure(predicts=is_due or self.is_over) | evaluated)
         if record["valid_loss"] is None:  # no number
             raise DivergedError(self.step, first_not_finite(_Objective(model), *self.share()))
-        if is_final:
-            record["end"] = "finished"
+        if self.is_over:
+            record |= rounded(self._judge(meter)) | {"end": "finished"}
         folder.append(record)
         self.accelerator.log(dict(_scalars(record)), step=self.step)
         self.last, self.loss_sum, self.loss_count = record, 0.0, 0
+
+    def _evaluate(self, meter: Meter) -> float:
+        """The loss on all of valid; the best model so far is kept where there are several."""
+        loss = meter.loss(self.material.whole_valid)
+        if self.config.evaluations > 1 and (self.best is None or loss < self.best.loss):
+            kept = {name: value.cpu().clone() for name, value in meter.model.state_dict().items()}
+            self.best = _Best(self.step, loss, kept)
+        return loss
+
+    def _judge(self, meter: Meter) -> Record:
+        """The best evaluation, and that model's loss on test, which is looked at only here."""
+        if self.best is None:
+            return {}
+        found: Record = {"best_step": self.best.step, "best_valid_loss": self.best.loss}
+        if self.material.whole_test is not None:
+            now = {name: value.clone() for name, value in meter.model.state_dict().items()}
+            meter.model.load_state_dict(self.best.model)
+            found["test_loss"] = meter.loss(self.material.whole_test)
+            meter.model.load_state_dict(now)
+        return found
 
     def _whole_model(self) -> Transformer:
         """The model itself, or a copy of it where its parameters lie in shards."""
@@ -309,6 +358,9 @@ class _Loop:
         self.step, self.seconds = checkpoint.step, checkpoint.carried["seconds"]
         self.loss_sum = checkpoint.carried["loss_sum"]
         self.loss_count = checkpoint.carried["loss_count"]
+        if "best" in checkpoint.carried:
+            step, loss = checkpoint.carried["best"]
+            self.best = _Best(step, loss, _part(checkpoint.state, "best."))
 
     def save(self, folder: RunFolder) -> None:
         """Keep everything that the next step depends on."""
@@ -324,9 +376,12 @@ class _Loop:
         if self.regularizer is not None:
             running = self.regularizer.state_dict()
             state.update({f"regularizer.{name}": v.cpu() for name, v in running.items()})
-        carried = {
+        carried: Record = {
             "seconds": self.seconds, "loss_sum": self.loss_sum, "loss_count": self.loss_count
         }  # fmt: skip
+        if self.best is not None:
+            state.update({f"best.{name}": value for name, value in self.best.model.items()})
+            carried["best"] = [self.best.step, self.best.loss]
         folder.save(self.step, model, state, carried)
 
     def progress(self) -> Progress:
