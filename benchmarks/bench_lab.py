@@ -27,11 +27,11 @@ import torch
 from timing import Timing, cpu_time, ratio
 from torch.nn import functional
 
-from locater.lab.batches import Batches
-from locater.lab.loss import fast_dtype
-from locater.lab.measure import Meter
-from locater.lab.model import Transformer, TransformerConfig
-from locater.lab.settings import TrainConfig
+from locater.paper.lab.batches import Batches
+from locater.paper.lab.loss import fast_dtype
+from locater.paper.lab.measure import Meter
+from locater.paper.lab.model import Transformer, TransformerConfig
+from locater.paper.lab.settings import TrainConfig
 
 VOCABULARY, LENGTH, BATCH = 33_278, 64, 64
 TOKENS = LENGTH * BATCH

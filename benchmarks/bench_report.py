@@ -19,8 +19,8 @@ from timing import Timing, cpu_time
 from torch import nn
 
 from locater.audit import Audit, audit_model
-from locater.report.audit_page import audit_page
-from locater.report.reproduce import ReproduceConfig, reproduce
+from locater.paper.reproduce import ReproduceConfig, reproduce
+from locater.report.audit_view import audit_page
 
 CHROMIUM = os.environ.get("LOCATER_CHROMIUM") or shutil.which("chromium")
 LIMIT = 5_000_000

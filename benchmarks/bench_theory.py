@@ -16,8 +16,7 @@ from scipy.integrate import quad
 from timing import Timing, cpu_time, ratio
 
 from locater import QKForm, TokenProcess, propagation
-from locater.core.softmax import propagates
-from locater.core.theory import _laws
+from locater.core.theory import _laws, propagates
 
 TOKENS, MODEL = 64, 128
 BLOCK = 25_000

@@ -16,10 +16,10 @@ from typing import Any
 import altair as alt
 import torch
 
-from locater.lab.summary import update_page
-from locater.reality_records import COLUMNS, rank_correlation
-from locater.report.figures import save_chart
-from locater.report.reality_figures import (
+from locater.paper.lab.summary import update_page
+from locater.reality.records import COLUMNS, rank_correlation
+from locater.report.charts import save_chart
+from locater.report.reality_view import (
     entropy_chart,
     error_chart,
     kurtosis_chart,

@@ -19,13 +19,17 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from locater.adapters.attention_samples import AttentionSamples, collect
-from locater.adapters.loading import load_model, read_text, text_blocks
-from locater.adapters.modules import find_attention
 from locater.engines import one_thread
-from locater.reality import RealityConfig, layer_against_theory
-from locater.reality_records import LayerReality, Reality, averages
-from locater.report.reality_figures import profile_records
+from locater.models.live import find_attention
+from locater.models.loading import load_model, read_text, text_blocks
+from locater.reality.against_theory import (
+    AttentionSamples,
+    RealityConfig,
+    collect,
+    layer_against_theory,
+)
+from locater.reality.records import LayerReality, Reality, averages
+from locater.report.reality_view import profile_records
 
 QUICK = ("means", "rotary", "full_gaussian", "full", "given_query")
 
@@ -104,7 +108,7 @@ def _other(path: str | None) -> str:
 
 def _trained(run: Path, data: str, count: int) -> tuple[torch.nn.Module, torch.Tensor]:
     """The model of a run, and blocks of the text that it was not trained on."""
-    from locater.lab.trained import load_trained
+    from locater.paper.lab.trained import load_trained
 
     model, material = load_trained(run, data=data)
     source = material.whole_valid

@@ -6,14 +6,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from locater.adapters.modules import Pair as Pair
-    from locater.adapters.modules import find_attention as find_attention
-    from locater.adapters.probe import Probe as Probe
-    from locater.adapters.probe_records import Alarm as Alarm
-    from locater.adapters.probe_records import AlarmRules as AlarmRules
-    from locater.adapters.probe_records import MeasuredHead as MeasuredHead
-    from locater.adapters.probe_records import TokenRank as TokenRank
-    from locater.adapters.regularizer import LocAteR as LocAteR
     from locater.audit import Audit as Audit
     from locater.audit import Comparison as Comparison
     from locater.audit import Timeline as Timeline
@@ -21,26 +13,27 @@ if TYPE_CHECKING:
     from locater.audit import audit_model as audit_model
     from locater.audit import audit_timeline as audit_timeline
     from locater.audit import compare_checkpoints as compare_checkpoints
+    from locater.control.locater import LocAteR as LocAteR
     from locater.core.bounds import Inequality as Inequality
     from locater.core.bounds import collapse_bounds as collapse_bounds
     from locater.core.bounds import entropy_lower_bound as entropy_lower_bound
     from locater.core.diagnosis import Diagnosis as Diagnosis
     from locater.core.diagnosis import diagnose as diagnose
+    from locater.core.form import QKForm as QKForm
+    from locater.core.form import Rotary as Rotary
+    from locater.core.form import Spectrum as Spectrum
     from locater.core.gradient import QKGradient as QKGradient
     from locater.core.gradient import qk_gradient as qk_gradient
     from locater.core.penalty import LocAteRConfig as LocAteRConfig
     from locater.core.process import TokenProcess as TokenProcess
-    from locater.core.profile import Profile as Profile
-    from locater.core.rotary import Rotary as Rotary
-    from locater.core.softmax import attention_entropy as attention_entropy
-    from locater.core.softmax import piecewise_softmax as piecewise_softmax
-    from locater.core.spectrum import QKForm as QKForm
-    from locater.core.spectrum import Spectrum as Spectrum
     from locater.core.theory import PredictedAttention as PredictedAttention
+    from locater.core.theory import Profile as Profile
     from locater.core.theory import Regime as Regime
+    from locater.core.theory import attention_entropy as attention_entropy
     from locater.core.theory import classify as classify
     from locater.core.theory import logit_moments as logit_moments
     from locater.core.theory import logit_variance as logit_variance
+    from locater.core.theory import piecewise_softmax as piecewise_softmax
     from locater.core.theory import predicted_attention as predicted_attention
     from locater.core.theory import propagation as propagation
     from locater.core.theory import rho_limit as rho_limit
@@ -49,19 +42,27 @@ if TYPE_CHECKING:
     from locater.errors import InputError as InputError
     from locater.errors import LocaterError as LocaterError
     from locater.errors import MissingExtraError as MissingExtraError
-    from locater.reality import RealityConfig as RealityConfig
-    from locater.reality import against_theory as against_theory
-    from locater.reality_records import Reality as Reality
+    from locater.models.live import Pair as Pair
+    from locater.models.live import find_attention as find_attention
+    from locater.probe.alarms import Alarm as Alarm
+    from locater.probe.alarms import AlarmRules as AlarmRules
+    from locater.probe.probe import Probe as Probe
+    from locater.probe.records import MeasuredHead as MeasuredHead
+    from locater.probe.records import TokenRank as TokenRank
+    from locater.reality.against_theory import RealityConfig as RealityConfig
+    from locater.reality.against_theory import against_theory as against_theory
+    from locater.reality.records import Reality as Reality
     from locater.simulation import SimulateConfig as SimulateConfig
     from locater.simulation import Simulation as Simulation
     from locater.simulation import simulate as simulate
 
 # torch takes a second to import and `locater --help` does not need it: names are found when used
 _HOMES = {
-    "locater.adapters.modules": ("Pair", "find_attention"),
-    "locater.adapters.probe": ("Probe",),
-    "locater.adapters.probe_records": ("Alarm", "AlarmRules", "MeasuredHead", "TokenRank"),
-    "locater.adapters.regularizer": ("LocAteR",),
+    "locater.models.live": ("Pair", "find_attention"),
+    "locater.probe.probe": ("Probe",),
+    "locater.probe.alarms": ("Alarm", "AlarmRules"),
+    "locater.probe.records": ("MeasuredHead", "TokenRank"),
+    "locater.control.locater": ("LocAteR",),
     "locater.audit": (
         "Audit",
         "Comparison",
@@ -76,24 +77,24 @@ _HOMES = {
     "locater.core.gradient": ("QKGradient", "qk_gradient"),
     "locater.core.penalty": ("LocAteRConfig",),
     "locater.core.process": ("TokenProcess",),
-    "locater.core.profile": ("Profile",),
-    "locater.core.rotary": ("Rotary",),
-    "locater.core.softmax": ("attention_entropy", "piecewise_softmax"),
-    "locater.core.spectrum": ("QKForm", "Spectrum"),
+    "locater.core.form": ("QKForm", "Rotary", "Spectrum"),
     "locater.core.theory": (
         "PredictedAttention",
+        "Profile",
         "Regime",
+        "attention_entropy",
         "classify",
         "logit_moments",
         "logit_variance",
+        "piecewise_softmax",
         "predicted_attention",
         "propagation",
         "rho_limit",
         "score_moments",
     ),
     "locater.errors": ("ConfigError", "InputError", "LocaterError", "MissingExtraError"),
-    "locater.reality": ("RealityConfig", "against_theory"),
-    "locater.reality_records": ("Reality",),
+    "locater.reality.against_theory": ("RealityConfig", "against_theory"),
+    "locater.reality.records": ("Reality",),
     "locater.simulation": ("SimulateConfig", "Simulation", "simulate"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

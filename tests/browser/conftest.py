@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from playwright.sync_api import Browser, Page, Route, sync_playwright
-from tests.whole_page import make_whole_page
+from tests.paper.whole_page import make_whole_page
 from torch import nn
 
-from locater.adapters.layout import Skipped
 from locater.audit import Audit, audit_model
-from locater.report.audit_page import audit_page
+from locater.models.layout import Skipped
+from locater.report.audit_view import audit_page
 
 HOSTILE = "<script>window.harmed = 1</script><img src=x onerror='window.harmed = 1'>&\u2028"
 

@@ -8,7 +8,7 @@ import torch
 from locater import InputError, QKForm, Rotary, TokenProcess, propagation
 from locater.core.full_moments import SampledHeads
 from locater.core.score import HeadMoments
-from locater.core.softmax import linearized_softmax, propagates
+from locater.core.theory import linearized_softmax, propagates
 
 
 def example_form(seed: int, *, head: int = 4, model: int = 6) -> QKForm:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from locater import InputError, QKGradient, TokenProcess, qk_gradient
 from locater.core.gradient import one_layer_output
-from locater.core.softmax import linearized_softmax, piecewise_softmax
+from locater.core.theory import linearized_softmax, piecewise_softmax
 
 
 def draw(

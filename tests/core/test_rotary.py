@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from locater import InputError, Rotary
-from locater.core.rotary import Layout
+from locater.core.form import Layout
 
 LAYOUTS: tuple[Layout, ...] = ("half", "interleaved")
 

@@ -28,8 +28,8 @@ from locater import (
     propagation,
     score_moments,
 )
+from locater.core.form import Layout
 from locater.core.quadratic import QuadraticLaw
-from locater.core.rotary import Layout
 
 
 @dataclass(frozen=True)

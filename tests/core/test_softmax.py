@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from locater import InputError, attention_entropy, piecewise_softmax
-from locater.core.softmax import linearized_softmax, propagates
+from locater.core.theory import linearized_softmax, propagates
 
 TOKENS, SEEDS = st.integers(2, 30), st.integers(0, 2**31)
 

@@ -33,8 +33,14 @@ from locater import (
     rho_limit,
     score_moments,
 )
-from locater.core.softmax import propagates
-from locater.core.theory import LogitLaw, Method, logit_mean, normal_between, rho_limit_slope
+from locater.core.theory import (
+    LogitLaw,
+    Method,
+    logit_mean,
+    normal_between,
+    propagates,
+    rho_limit_slope,
+)
 
 NAN, INF = math.nan, math.inf
 FALSE_ALARMS = 1e-6  # of each statistical test, shared among the numbers it compares

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from locater.lab import train as module
-from locater.lab.settings import TrainConfig
+from locater.paper.lab import train as module
+from locater.paper.lab.settings import TrainConfig
 
 
 class Sharding(Accelerator):

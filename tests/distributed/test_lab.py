@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from locater.lab.presets import preset_named
-from locater.lab.run import Run
-from locater.lab.settings import TrainConfig
-from locater.lab.train import train
+from locater.paper.lab.presets import preset_named
+from locater.paper.lab.run import Run
+from locater.paper.lab.settings import TrainConfig
+from locater.paper.lab.train import train
 
 pytestmark = pytest.mark.distributed
 FLOAT32 = 1e-4  # six steps of Adam on sums in another order

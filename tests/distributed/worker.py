@@ -20,9 +20,9 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from locater.adapters.modules import Pair
-from locater.adapters.regularizer import LocAteR
+from locater.control.locater import LocAteR
 from locater.core.penalty import LocAteRConfig
+from locater.models.live import Pair
 
 CONFIG = LocAteRConfig(scale_strength=0.5, mean_strength=2.0, target=1.5)
 BATCH, TOKENS, MODEL, HEADS, KV_HEADS = 4, 5, 16, 4, 2

@@ -17,16 +17,18 @@ import torch
 from torch import Tensor
 
 from locater.core.bounds import Inequality, collapse_bounds, entropy_lower_bound
+from locater.core.form import QKForm
 from locater.core.gradient import one_layer_output, qk_gradient
 from locater.core.process import TokenProcess
 from locater.core.quadratic import QuadraticLaw
 from locater.core.score import symmetric_law
-from locater.core.softmax import attention_entropy, linearized_softmax, piecewise_softmax
-from locater.core.spectrum import QKForm
 from locater.core.theory import (
     Lemma1,
+    attention_entropy,
     classify,
+    linearized_softmax,
     logit_variance,
+    piecewise_softmax,
     propagation,
     rho_limit,
     rho_limit_slope,

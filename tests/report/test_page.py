@@ -7,7 +7,7 @@ import pytest
 
 from locater.errors import LocaterError
 from locater.files import write_file
-from locater.report import curves, figures
+from locater.paper import curves, figures
 from locater.report.page import Section, render_page, script_json
 from locater.report.verdicts import Verdict
 

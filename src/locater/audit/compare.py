@@ -12,14 +12,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from locater.adapters.checkpoint import open_checkpoint
-from locater.adapters.layout import AttentionLayout, Skipped
+from locater.audit.audit import AuditSettings, audit_checkpoint, audit_layers, settings_of
 from locater.audit.layers import Layers, blocks
-from locater.audit.record import Audit, HeadRecord
-from locater.audit.stream import AuditSettings, audit_checkpoint, audit_layers, settings_of
-from locater.core.spectrum import QKForm
+from locater.audit.table import Audit, HeadRecord
+from locater.checkpoints.open import open_checkpoint
+from locater.core.form import QKForm
 from locater.engines import one_thread
 from locater.errors import InputError, LocaterError
+from locater.models.layout import AttentionLayout, Skipped
 
 Report = Callable[[int, int], None]
 TRACKED = ("r", "eta", "xi", "trace", "mean", "variance", "spectral_norm", "entropy",

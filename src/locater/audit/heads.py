@@ -1,22 +1,84 @@
-"""The numbers of a few heads at a time, from head × head Gram matrices alone."""
+"""The numbers of a few heads at a time, from head × head Gram matrices alone.
+
+Beside them what independent Gaussian factors of the same norms would show: the null that training
+leaves.  Take W_Q and W_K with independent Gaussian entries, all of one factor of equal variance,
+such that E‖W_Q‖²_F and E‖W_K‖²_F are those of the head.  Then tr W = Σ q_ij k_ij has mean 0 and
+variance ‖W_Q‖²_F ‖W_K‖²_F/(head·model), and E‖W‖²_F = ‖W_Q‖²_F ‖W_K‖²_F/head, both exactly; so have
+factors drawn from the spheres of those norms.  The eigenvalues' spread and the largest singular
+value have no such formula at finite size and are drawn, head × head numbers at a time, by
+Bartlett's theorem: W_Q = A U with U orthonormal and A triangular, so W_K W_Qᵀ has the law of Z Aᵀ
+with a Gaussian Z, and W_Qᵀ W_K the singular values of Aᵀ B.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
 
 import torch
 from jaxtyping import Complex, Float
 from torch import Tensor
 
-from locater.audit.null import null_of
 from locater.core.bounds import entropy_lower_bound
+from locater.core.form import QKForm, semidefinite_root
 from locater.core.process import TokenProcess, centered_kernel
-from locater.core.profile import Profile
 from locater.core.score import HeadMoments
-from locater.core.spectrum import QKForm, semidefinite_root
-from locater.core.theory import normal_between
+from locater.core.theory import Profile, normal_between
+
+_DRAWS = 48
+
+
+@dataclass(frozen=True, kw_only=True)
+class Null:
+    """Means and deviations for factors of Frobenius norm 1."""
+
+    spread: float
+    """Of the eigenvalues' standard deviation."""
+    spread_deviation: float
+    norm: float
+    """Of the largest singular value."""
+    norm_deviation: float
+
+
+@cache
+def null_of(head_dim: int, model: int, *, draws: int = _DRAWS, seed: int = 0) -> Null:
+    """The null of one shape; the same at every call.
+
+    >>> null = null_of(8, 64)
+    >>> 0.02 < null.spread < 0.06, 0.1 < null.norm < 0.25
+    (True, True)
+    """
+    generator = torch.Generator().manual_seed(seed)
+    left, right = (_triangular(draws, head_dim, model, generator) for _ in range(2))
+    small = min(head_dim, model)
+    noise = torch.randn(draws, head_dim, small, generator=generator, dtype=torch.float64)
+    scale = 1 / (head_dim * model)
+    # for more rows than columns the d × d matrix of W itself is the smaller one
+    product = noise @ left.mT if head_dim <= model else left.mT @ noise
+    values = torch.linalg.eigvals(product) * scale
+    spread = (values - values.mean(-1, keepdim=True)).abs().square().mean(-1).sqrt()
+    norm = torch.linalg.matrix_norm(left.mT @ right, 2) * scale
+    return Null(
+        spread=spread.mean().item(),
+        spread_deviation=spread.std().item(),
+        norm=norm.mean().item(),
+        norm_deviation=norm.std().item(),
+    )
+
+
+def _triangular(
+    draws: int, head_dim: int, model: int, generator: torch.Generator
+) -> Float[Tensor, "draws head small"]:
+    """A with the law of the triangular factor of a Gaussian head × model matrix, or that itself."""
+    if head_dim > model:
+        return torch.randn(draws, head_dim, model, generator=generator, dtype=torch.float64)
+    normal = torch.randn(draws, head_dim, head_dim, generator=generator, dtype=torch.float64)
+    freedom = model - torch.arange(head_dim, dtype=torch.float64)
+    gamma = torch._standard_gamma((freedom / 2).expand(draws, -1), generator=generator)
+    return normal.tril(-1) + torch.diag_embed((2 * gamma).sqrt())
+
 
 RhoMethod = Literal["gaussian", "exact"]
 DRAWS = 128

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from locater.adapters.checkpoint import Checkpoint
-from locater.adapters.layout import AttentionLayout, Skipped
-from locater.adapters.modules import AnyPair, discover
-from locater.adapters.names import Shapes, plain_name
-from locater.adapters.norms import Norm, norms
-from locater.adapters.recipes import RECIPES, layouts
-from locater.adapters.resolve import Recipe
-from locater.core.spectrum import QKForm
+from locater.checkpoints.open import Checkpoint
+from locater.core.form import QKForm
 from locater.errors import InputError, LocaterError
+from locater.models.layout import AttentionLayout, Skipped
+from locater.models.live import AnyPair, discover
+from locater.models.names import Shapes, plain_name
+from locater.models.norms import Norm, norms
+from locater.models.recipes import RECIPES, layouts
+from locater.models.resolve import Recipe
 
 Tensors = Mapping[str, Tensor]
 _PARAMETRIZED = (

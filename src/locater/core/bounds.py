@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from locater.core.spectrum import QKForm
+from locater.core.form import QKForm
 from locater.errors import ConfigError, InputError
 
 EntropyVariant = Literal["exact", "as_printed"]

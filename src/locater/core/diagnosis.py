@@ -10,9 +10,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from locater.core.form import QKForm
 from locater.core.process import TokenProcess
 from locater.core.score import HeadMoments
-from locater.core.spectrum import QKForm
 from locater.core.theory import normal_between
 
 Ingredient = Literal[

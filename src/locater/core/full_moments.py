@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from locater.core.form import QKForm
 from locater.core.score import Score
-from locater.core.spectrum import QKForm
 from locater.core.theory import normal_between
 from locater.errors import InputError
 

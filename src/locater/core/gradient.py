@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from locater.core.softmax import linearized_softmax
+from locater.core.theory import linearized_softmax
 from locater.errors import InputError
 
 

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from locater.core.spectrum import covariance_root
+from locater.core.form import covariance_root
 from locater.errors import ConfigError, InputError
 
 Fit = Literal["least_squares", "traces"]

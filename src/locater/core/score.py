@@ -17,10 +17,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from locater.core.form import QKForm, Rotary, semidefinite_root
 from locater.core.process import TokenProcess, centered_kernel
 from locater.core.quadratic import QuadraticLaw
-from locater.core.rotary import Rotary
-from locater.core.spectrum import QKForm, semidefinite_root
 from locater.errors import InputError
 
 

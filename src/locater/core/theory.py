@@ -1,23 +1,136 @@
-"""Where attention looks, in theory: moments (Lemma 1), ρ (Eq. 6) and regimes (Lemma 2)."""
+"""Where attention looks, in theory: moments (Lemma 1), ρ (Eq. 6) and regimes (Lemma 2).
+
+And what theory, simulation and measurement share: the record of ρ by position, the softmax with
+its piecewise-linear form (Section 2), the entropy of attention.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from locater.core.form import QKForm
 from locater.core.process import TokenProcess
-from locater.core.profile import Profile
 from locater.core.quadratic import QuadraticLaw
 from locater.core.score import HeadMoments, symmetric_law
-from locater.core.softmax import attention_entropy
-from locater.core.spectrum import QKForm
 from locater.errors import ConfigError, InputError
+
+Source = Literal["theory", "simulated", "measured"]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Profile:
+    """Signal propagation probability ρ (Definition 1) at relative positions θ = i/T.
+
+    >>> profile = Profile(theta=torch.tensor([0.5, 1.0]), rho=torch.tensor([0.2, 0.8]))
+    >>> profile.peak.item(), round(profile.participation.item(), 3)
+    (0.8..., 0.735)
+    """
+
+    theta: Float[Tensor, " positions"]
+    rho: Float[Tensor, "*heads positions"]
+    source: Source = "theory"
+    standard_error: Float[Tensor, "*heads positions"] | None = None
+    """Of `rho`, where it was sampled; None where it was computed."""
+    label: str = ""
+
+    def __post_init__(self) -> None:
+        if self.rho.shape[-1:] != self.theta.shape:
+            raise InputError(
+                f"rho has {self.rho.shape[-1]} positions and theta has {self.theta.shape[0]}.",
+                hint="give one rho for every theta, along the last axis.",
+            )
+
+    @property
+    def peak(self) -> Float[Tensor, "*heads"]:
+        """The largest ρ."""
+        return self.rho.amax(-1)
+
+    @property
+    def participation(self) -> Float[Tensor, "*heads"]:
+        """(Σρ)² / (T Σρ²): 1 when ρ is uniform, 1/T when a single token is on."""
+        squares = self.rho.square().sum(-1).clamp_min(torch.finfo(self.rho.dtype).tiny)
+        return self.rho.sum(-1).square() / (self.rho.shape[-1] * squares)
+
+    def records(self) -> list[dict[str, Any]]:
+        """One plain dictionary per head and position: what JSON and plots need."""
+        rho = self.rho.reshape(-1, self.rho.shape[-1]).tolist()
+        error: list[list[float | None]] = (
+            [[None] * self.theta.shape[0]] * len(rho)
+            if self.standard_error is None
+            else self.standard_error.reshape(-1, self.rho.shape[-1]).tolist()
+        )
+        return [
+            {
+                "label": self.label,
+                "source": self.source,
+                "head": head,
+                "theta": theta,
+                "rho": value,
+                "standard_error": deviation,
+            }
+            for head, (row, deviations) in enumerate(zip(rho, error, strict=True))
+            for theta, value, deviation in zip(self.theta.tolist(), row, deviations, strict=True)
+        ]
+
+
+def linearized_softmax(logits: Float[Tensor, "*batch tokens"]) -> Float[Tensor, "*batch tokens"]:
+    """⟨γⁱ, ω⟩ + γ₀ⁱ = (ω_i − mean ω)/T + 1/T, the Taylor expansion of the softmax at the origin.
+
+    Paper: Section 2.
+
+    >>> linearized_softmax(torch.tensor([1.0, 0.0, -1.0, 0.0]))
+    tensor([0.5000, 0.2500, 0.0000, 0.2500])
+    """
+    tokens = logits.shape[-1]
+    if tokens < 2:
+        raise InputError(
+            f"a softmax over {tokens} token has nothing to choose.", hint="give at least 2 tokens."
+        )
+    return (logits - logits.mean(-1, keepdim=True) + 1) / tokens
+
+
+def piecewise_softmax(logits: Float[Tensor, "*batch tokens"]) -> Float[Tensor, "*batch tokens"]:
+    """The linearized softmax, cut off at 0 and 1; its entries need not add up to 1.
+
+    Paper: Section 2, Fig. 1.
+
+    >>> piecewise_softmax(torch.tensor([4.0, 0.0]))
+    tensor([1., 0.])
+    """
+    return linearized_softmax(logits).clamp(0, 1)
+
+
+def propagates(logits: Float[Tensor, "*batch tokens"]) -> Bool[Tensor, "*batch tokens"]:
+    """Whether a token's own gate is open: ⟨γⁱ, ω⟩ + γ₀ⁱ in [0, 1].
+
+    Paper: Definition 1; ρ_i is the probability of this event.
+
+    >>> propagates(torch.tensor([4.0, 2.0, 0.0, -2.0]))
+    tensor([ True,  True,  True, False])
+    """
+    score = linearized_softmax(logits)
+    return (score >= 0) & (score <= 1)
+
+
+def attention_entropy(
+    probabilities: Float[Tensor, "*batch tokens"],
+) -> Float[Tensor, "*batch"]:
+    """Shannon entropy −Σ p ln p of attention rows, in nats; 0 ln 0 counts as 0.
+
+    Paper: Section 5 (after Zhai et al. 2023).
+
+    >>> attention_entropy(torch.tensor([[0.5, 0.5], [1.0, 0.0]]))
+    tensor([0.6931, 0.0000])
+    """
+    return torch.special.entr(probabilities).sum(-1)
+
 
 Lemma1 = Literal["corrected", "as_printed"]
 Method = Literal["exact", "gaussian", "saddlepoint", "as_printed"]

@@ -92,9 +92,9 @@ def render_page(
     )
 
 
-def asset(name: str) -> str:
-    """The text of one of the page's own style sheets and scripts."""
-    return (files("locater.report") / "assets" / name).read_text(encoding="utf-8")
+def asset(name: str, *, room: str = "locater.report") -> str:
+    """The text of one of our own style sheets and scripts."""
+    return (files(room) / "assets" / name).read_text(encoding="utf-8")
 
 
 def plain_markdown(value: object) -> str:

@@ -1,1 +1,0 @@
-"""What knows models and files: where families keep their queries and keys, live or on disk."""

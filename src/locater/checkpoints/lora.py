@@ -1,0 +1,249 @@
+"""LoRA adapters over the weights that they change, merged tensor by tensor as those are read."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from locater.checkpoints.source import Tensors
+from locater.errors import LocaterError
+from locater.models.names import plain_name
+
+_PART = re.compile(
+    r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_magnitude_vector|lora_embedding_[AB])"
+    r"(?:\.(?P<adapter>(?!(?:weight|bias)$)[^.]+))?(?:\.(?P<leaf>weight|bias))?"
+)
+_SHIFT = "lora_B.bias"
+_CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+MERGE = "merge it where it was trained (PEFT's merge_and_unload), save that, and give it."
+
+
+@dataclass
+class _Change:
+    """What an adapter holds for one module: the names of its tensors by part."""
+
+    module: str
+    parts: dict[str, str] = field(default_factory=dict)
+
+
+class LoraTensors:
+    """A base's tensors, each with W + s B A where the adapter has an A and a B for it.
+
+    Merged weights are float32 at least: what the running model computes, before any rounding.
+    """
+
+    def __init__(
+        self, base: Tensors, adapter: Tensors, settings: Mapping[str, Any], *, name: str
+    ) -> None:
+        self._base, self._adapter, self._name = base, adapter, name
+        self._settings = settings
+        _check(settings, name)
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            stored: shape for stored, shape in base.shapes.items() if not _PART.fullmatch(stored)
+        }
+        self._stored = {plain_name(stored): stored for stored in self.shapes}
+        self._changes: dict[str, _Change] = {}
+        self._replaced: dict[str, str] = {}
+        self._shifts: dict[str, _Change] = {}
+        lost = self._match_changes()
+        self._match_shifts()
+        if adapter is not base:
+            lost += self._match_replaced()
+        if not self._changes and adapter is base:
+            raise LocaterError(
+                f"{name} holds LoRA factors without the weights that they change.",
+                hint="put its adapter_config.json beside it, and give the base with --base.",
+            )
+        if not self._changes:
+            raise LocaterError(
+                f"nothing in the adapter {name} fits its base; "
+                f"it changes {', '.join(lost[:4]) or 'nothing'}.",
+                hint="give the base that it was trained on, with --base (base=).",
+            )
+        self.caveats: tuple[str, ...] = (f"{len(self._changes)} weights are merged with LoRA",)
+        if lost:
+            shown = ", ".join(lost[:3]) + (", …" if len(lost) > 3 else "")
+            self.caveats += (f"{len(lost)} parts of the adapter fit no weight: {shown}",)
+
+    def _match_changes(self) -> list[str]:
+        """Find the weight of every changed module; return the modules that have none."""
+        modules: dict[str, _Change] = {}
+        adapters = set()
+        for name in self._adapter.shapes:
+            match = _PART.fullmatch(name)
+            if not match:
+                continue
+            adapters.add(match["adapter"])
+            change = modules.setdefault(match["module"], _Change(plain_name(match["module"])))
+            bias = ".bias" if match["leaf"] == "bias" else ""
+            change.parts[match["part"] + bias] = name
+        if len(adapters) > 1:
+            raise LocaterError(
+                f"{self._name} holds several adapters: {', '.join(sorted(map(str, adapters)))}.",
+                hint="save the one that you mean alone.",
+            )
+        lost = []
+        for change in modules.values():
+            target = self._target(change)
+            if target is None:
+                lost.append(change.module)
+            else:
+                self._changes[target] = change
+        return lost
+
+    def _target(self, change: _Change) -> str | None:
+        """The base's weight that a module's A and B change."""
+        factors = [change.parts.get(side, "") for side in ("lora_A", "lora_B")]
+        if any(len(self._adapter.shapes.get(factor, ())) != 2 for factor in factors):
+            return None
+        for leaf in ("weight", "in_proj_weight"):
+            found = self._find(f"{change.module}.{leaf}")
+            if found is not None:
+                return found
+        return None
+
+    def _find(self, name: str) -> str | None:
+        """A tensor of the base by its plain name, though a head may be wrapped around either."""
+        if name in self._stored:
+            return self._stored[name]
+        near = [
+            stored
+            for plain, stored in self._stored.items()
+            if plain.endswith(f".{name}") or name.endswith(f".{plain}")
+        ]
+        return near[0] if len(near) == 1 else None
+
+    def _match_replaced(self) -> list[str]:
+        """Whole tensors that the adapter stores: biases and modules_to_save."""
+        lost = []
+        for name, shape in self._adapter.shapes.items():
+            if _PART.fullmatch(name):
+                continue
+            plain = plain_name(re.sub(r"\.modules_to_save(?:\.default)?", "", name))
+            target = self._find(plain)
+            if target is not None and self.shapes[target] == shape:
+                self._replaced[target] = name
+            else:
+                lost.append(plain)
+        return lost
+
+    @property
+    def bytes_read(self) -> int:
+        """How many bytes were read so far, of base and adapter."""
+        beside = self._adapter is self._base
+        return self._base.bytes_read + (0 if beside else self._adapter.bytes_read)
+
+    def _needed(self, name: str) -> list[str]:
+        """The adapter's tensors that one of the base's needs."""
+        change, shift = self._changes.get(name), self._shifts.get(name)
+        needed = [self._replaced[name]] if name in self._replaced else []
+        if change is not None:
+            needed += [part for key, part in change.parts.items() if key != _SHIFT]
+        return needed if shift is None else [*needed, shift.parts[_SHIFT]]
+
+    def _match_shifts(self) -> None:
+        """Find the biases that lora_bias adds to."""
+        for change in self._changes.values():
+            if _SHIFT not in change.parts:
+                continue
+            target = self._find(f"{change.module}.bias")
+            if target is None:
+                raise LocaterError(
+                    f"the adapter {self._name} adds a bias to {change.module}, which has none.",
+                    hint=MERGE,
+                )
+            self._shifts[target] = change
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Read these tensors, merged with the adapter's."""
+        found = self._base.read(names)
+        added = self._adapter.read([part for name in names for part in self._needed(name)])
+        for name in names:
+            if name in self._replaced:
+                found[name] = added[self._replaced[name]]
+            if name in self._changes:
+                change = self._changes[name]
+                parts = {key: added[part] for key, part in change.parts.items() if part in added}
+                found[name] = self._merged(name, change.module, found[name], parts)
+            if name in self._shifts:
+                change = self._shifts[name]
+                rank = self._adapter.shapes[change.parts["lora_A"]][0]
+                shift = added[change.parts[_SHIFT]]
+                found[name] = found[name] + self._scale(change.module, rank) * shift
+        return found
+
+    def _merged(
+        self, name: str, module: str, weight: Float[Tensor, "_ _"], parts: Mapping[str, Tensor]
+    ) -> Float[Tensor, "_ _"]:
+        """W + s B A; with DoRA, of rows that keep their own length."""
+        if weight.dtype.itemsize < 2:
+            raise LocaterError(
+                f"{name} is stored in 8 bits, and an adapter's change does not fit there.",
+                hint=MERGE,
+            )
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        down, up = parts["lora_A"].to(dtype), parts["lora_B"].to(dtype)
+        flipped = bool(self._settings.get("fan_in_fan_out"))
+        rows = weight.to(dtype).mT if flipped else weight.to(dtype)
+        if (len(up), down.shape[1]) != tuple(rows.shape) or len(down) != up.shape[1]:
+            raise LocaterError(
+                f"{name} is {tuple(weight.shape)}, and the adapter's factors are "
+                f"{tuple(up.shape)} and {tuple(down.shape)}.",
+                hint="give the base that the adapter was trained on, with --base (base=).",
+            )
+        rows = rows + self._scale(module, len(down)) * (up @ down)
+        if "lora_magnitude_vector" in parts:
+            length = parts["lora_magnitude_vector"].to(dtype).flatten()
+            rows = rows * (length / rows.norm(dim=1))[:, None]
+        return rows.mT.contiguous() if flipped else rows
+
+    def _scale(self, module: str, rank: int) -> float:
+        """The factor s before B A."""
+        alpha = self._settings.get("lora_alpha")
+        patterns = self._settings.get("alpha_pattern") or {}
+        for pattern, value in patterns.items():
+            try:
+                if re.match(rf"(.*\.)?({pattern})$", module):
+                    alpha = value
+                    break
+            except re.error as error:
+                raise LocaterError(
+                    f"the adapter {self._name} has the pattern {pattern!r:.60}: {error}."
+                ) from error
+        if not isinstance(alpha, int | float):
+            raise LocaterError(
+                f"{self._name} does not say how strong its LoRA is: lora_alpha is {alpha!r}.",
+                hint="give it: config={'lora_alpha': 16, 'use_rslora': False}.",
+            )
+        return alpha / (math.sqrt(rank) if self._settings.get("use_rslora") else rank)
+
+    def close(self) -> None:
+        """Let go of base and adapter."""
+        self._base.close()
+        self._adapter.close()
+
+
+def has_lora(names: Mapping[str, object]) -> bool:
+    """Whether LoRA factors stand among a state dict's tensors."""
+    return any(".lora_A." in name and _PART.fullmatch(name) for name in names)
+
+
+def _check(settings: Mapping[str, Any], name: str) -> None:
+    """Refuse adapters whose weights are not W + s B A."""
+    kind = str(settings.get("peft_type", "LORA"))
+    start = str(settings.get("init_lora_weights", True)).lower()
+    if kind != "LORA":
+        raise LocaterError(f"{name} is a {kind} adapter; LoRA is read.", hint=MERGE)
+    if start.startswith(_CHANGED_BASE) or settings.get("layer_replication"):
+        raise LocaterError(
+            f"{name} stands on a base that its training changed "
+            f"(init_lora_weights {start}, layer_replication {settings.get('layer_replication')}).",
+            hint=MERGE,
+        )

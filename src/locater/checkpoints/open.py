@@ -1,0 +1,339 @@
+"""A checkpoint, wherever it lies: its tensors' names and shapes at once, their values when asked.
+
+Nothing is built, cached or executed. Headers are read when a checkpoint is opened, and then only
+the tensors that are asked for, so a model of any size is read layer by layer.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import unquote, urlsplit, urlunsplit
+
+from torch import Tensor
+
+from locater.checkpoints.gguf_file import MAGIC, GgufFile
+from locater.checkpoints.lora import LoraTensors, has_lora
+from locater.checkpoints.places import (
+    ADAPTER_CONFIG,
+    CONFIGS,
+    SUFFIXES,
+    Choice,
+    Folder,
+    Place,
+    choose,
+    document,
+    shard_name,
+)
+from locater.checkpoints.pytorch_file import PICKLES, ZIP, PytorchFile
+from locater.checkpoints.remote import HubRepository, WebFolder
+from locater.checkpoints.safetensors_file import SafetensorsFile
+from locater.checkpoints.source import Tensors, json_object, read_bytes, refuse_pointer, status
+from locater.errors import LocaterError
+
+Format = Literal["safetensors", "pytorch", "gguf", "lora"]
+
+NO_CONFIG = (
+    "no config.json: the family and its settings are told by tensor names alone, "
+    "unless --heads (config=) gives them"
+)
+_HUB_ID = re.compile(
+    r"(?P<repository>[\w.-]+/[\w.-]+)(?:/(?P<file>[\w./-]+))?(?:@(?P<revision>[\w./-]+))?"
+)
+_HUB_URL = re.compile(
+    r"https://huggingface\.co/(?P<repository>[\w.-]+/[\w.-]+)"
+    r"(?:/(?:tree|blob|resolve)/(?P<revision>[^/?]+)(?:/(?P<file>[\w./-]+))?)?/?(?:\?.*)?"
+)
+_OPENERS = 8  # shards of a remote checkpoint whose headers are fetched at the same time
+
+
+class Checkpoint:
+    """An open checkpoint; made by `open_checkpoint`, and closed by leaving its `with` block."""
+
+    def __init__(
+        self,
+        name: str,
+        format: Format,
+        tensors: Tensors,
+        *,
+        config: Mapping[str, Any],
+        caveats: Iterable[str] = (),
+    ) -> None:
+        self.name = name
+        self.format: Format = format
+        self.config = config
+        self.caveats = tuple(dict.fromkeys(caveats))
+        self.tensors = tensors
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Every tensor's shape, by its name; known from headers alone."""
+        return self.tensors.shapes
+
+    @property
+    def bytes_read(self) -> int:
+        """How many bytes of its tensor files were read or came over the network so far."""
+        return self.tensors.bytes_read
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Read these tensors and no others; keep none of them."""
+        wanted = list(dict.fromkeys(names))
+        for name in wanted:
+            if name not in self.shapes:
+                raise LocaterError(
+                    f"{self.name} holds no tensor {name!r}.",
+                    hint=f"it holds {', '.join(list(self.shapes)[:6])}, …",
+                )
+        return self.tensors.read(wanted)
+
+    def close(self) -> None:
+        """Let go of files and connections."""
+        self.tensors.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_checkpoint(
+    source: str | Path,
+    *,
+    base: str | Path | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> Checkpoint:
+    """Open a folder, a file, an HTTP(S) URL or a hub id (`org/name`, `org/name@revision`).
+
+    `base` is what a LoRA adapter stands on, where its own config does not say. `config` adds to
+    what the checkpoint says of itself, and wins: `config={"n_head": 12}` for a model without one.
+    """
+    place, choice = _find(source)
+    given = config or {}
+    if ADAPTER_CONFIG in place.names() and choice.files[:1] and _is_adapter(choice.files[0]):
+        return _adapted(str(source), place, choice, base, given)
+    found = _opened(str(source), place, choice, given)
+    if base is not None:
+        found.caveats += (f"a base was given and not used: {source} is not an adapter",)
+    return found
+
+
+def _find(source: str | Path) -> tuple[Place, Choice]:
+    """The folder that a source speaks of, and the files in it that are meant."""
+    text = str(source)
+    page = _HUB_URL.fullmatch(text)
+    if re.match("https?://", text) and not page:
+        return _find_url(text)
+    path = Path(source)
+    hub_id = page or (isinstance(source, str) and _HUB_ID.fullmatch(text))
+    if hub_id and not os.path.lexists(path):
+        revision, file = hub_id["revision"], hub_id["file"]
+        repository = HubRepository(hub_id["repository"], revision and unquote(revision))
+        return repository, _file_choice(file) if file else choose(repository.names(), text)
+    if stat.S_ISDIR(status(path).st_mode):
+        folder = Folder(path)
+        return folder, choose(folder.names(), folder.name)
+    return Folder(path.parent), _file_choice(path.name)
+
+
+def _find_url(url: str) -> tuple[Place, Choice]:
+    parts = urlsplit(url)
+    folder, _, name = parts.path.rpartition("/")
+    if name.endswith((*SUFFIXES, ".index.json")):
+        return WebFolder(urlunsplit(parts._replace(path=folder)), last=name), _file_choice(name)
+    place = WebFolder(url)
+    return place, choose(place.names(), place.name)
+
+
+def _file_choice(name: str) -> Choice:
+    return Choice((), name) if name.endswith(".index.json") else Choice((name,))
+
+
+def _is_adapter(name: str) -> bool:
+    return name.startswith("adapter_model.")
+
+
+def _adapted(
+    name: str,
+    place: Place,
+    choice: Choice,
+    base: str | Path | None,
+    given: Mapping[str, Any],
+) -> Checkpoint:
+    """Open an adapter and what it stands on."""
+    settings = json_object(document(place, ADAPTER_CONFIG), f"{place.name}/{ADAPTER_CONFIG}")
+    stands_on = base or settings.get("base_model_name_or_path")
+    if not stands_on:
+        raise LocaterError(
+            f"the adapter {name} does not say what it stands on.",
+            hint="give it with --base (base=).",
+        )
+    try:
+        below, files = _find(stands_on)
+        if files.files[:1] and _is_adapter(files.files[0]):
+            raise LocaterError(f"{stands_on} is an adapter itself.")
+        under = _opened(str(stands_on), below, files, given)
+    except LocaterError as error:
+        raise LocaterError(
+            f"the base of the adapter {name} cannot be opened: {error.message}",
+            hint="give the base's folder, file, URL or hub id with --base (base=).",
+        ) from error
+    with ExitStack() as stack:
+        stack.callback(under.close)
+        _, adapter = _tensors(place, choice)
+        stack.callback(adapter.close)
+        merged = LoraTensors(under.tensors, adapter, settings, name=name)
+        stack.pop_all()  # all is well: they stay open
+    caveats = (*place.caveats, *under.caveats, *merged.caveats)
+    return Checkpoint(name, "lora", merged, config=under.config, caveats=caveats)
+
+
+def _opened(name: str, place: Place, choice: Choice, given: Mapping[str, Any]) -> Checkpoint:
+    """Open the chosen files of a place."""
+    caveats = list(place.caveats)
+    format, tensors = _tensors(place, choice)
+    try:
+        said = getattr(tensors, "config", {})
+        config = {**said, **_stored_config(place), **given}
+        if not config:
+            caveats.append(NO_CONFIG)
+        caveats += getattr(tensors, "caveats", ())
+        if has_lora(tensors.shapes):
+            format, tensors = "lora", LoraTensors(tensors, tensors, config, name=name)
+            caveats += tensors.caveats
+    except BaseException:
+        tensors.close()
+        raise
+    return Checkpoint(name, format, tensors, config=config, caveats=caveats)
+
+
+def _stored_config(place: Place) -> dict[str, Any]:
+    """What the config beside a checkpoint says."""
+    names = place.names()
+    for name in CONFIGS:
+        if name in names:
+            return json_object(document(place, name), f"{place.name}/{name}")
+    return {}
+
+
+def _tensors(place: Place, choice: Choice) -> tuple[Format, Tensors]:
+    """The tensors of the chosen files, and the format of those."""
+    if choice.index is None and len(choice.files) == 1:
+        return _file(place, choice.files[0])
+    homes = None if choice.index is None else _weight_map(place, choice.index)
+    shards = choice.files if homes is None else tuple(dict.fromkeys(homes.values()))
+    with ThreadPoolExecutor(_OPENERS) as pool:
+        pending = [pool.submit(_file, place, shard) for shard in shards]
+    opened = {
+        shard: work.result()
+        for shard, work in zip(shards, pending, strict=True)
+        if work.exception() is None
+    }
+    files = {shard: tensors for shard, (_, tensors) in opened.items()}
+    try:
+        for work in pending:
+            work.result()
+        return opened[shards[0]][0], ShardedTensors(files, homes, choice.index)
+    except BaseException:
+        for tensors in files.values():
+            tensors.close()
+        raise
+
+
+def _weight_map(place: Place, index: str) -> dict[str, str]:
+    """Which shard holds which tensor, as an index says; every shard must be there."""
+    where = f"{place.name}/{index}"
+    said = json_object(document(place, index), where).get("weight_map")
+    if not isinstance(said, dict) or not said:
+        raise LocaterError(f"{where} has no weight_map.", hint="download it again.")
+    homes = {str(name): shard_name(shard, where) for name, shard in said.items()}
+    missing = sorted(shard for shard in set(homes.values()) if not place.has(shard))
+    if missing:
+        raise LocaterError(
+            f"{where} names {missing[0]}, which is not there"
+            + (f", nor are {len(missing) - 1} other shards." if len(missing) > 1 else "."),
+            hint="download the missing shards, or run: git lfs pull",
+        )
+    return homes
+
+
+def _file(place: Place, name: str) -> tuple[Format, Tensors]:
+    """Open one file by what it holds, whatever it is called."""
+    source = place.open(name)
+    try:
+        head = read_bytes(source, 0, 64)
+        refuse_pointer(head, source.name)
+        if head.startswith(MAGIC):
+            return "gguf", GgufFile(source)
+        is_safetensors = head[8:9] == b"{"  # a header of 640 bytes opens as a pickle does
+        if head.startswith((ZIP, *PICKLES)) and not is_safetensors:
+            source.close()
+            return "pytorch", _pytorch(place, name)
+        if is_safetensors or name.endswith(".safetensors"):
+            return "safetensors", SafetensorsFile(source)
+        raise LocaterError(
+            f"{source.name} is not a checkpoint.",
+            hint="give a .safetensors, .bin, .pt, .pth or .gguf file, or the folder of one.",
+        )
+    except BaseException:
+        source.close()
+        raise
+
+
+def _pytorch(place: Place, name: str) -> PytorchFile:
+    path = place.path(name)
+    if path is None:
+        raise LocaterError(
+            f"{place.name}/{name} is a pickle, which cannot be read by ranges.",
+            hint="download it and give its path, or give a safetensors version of the model.",
+        )
+    return PytorchFile(path)
+
+
+class ShardedTensors:
+    """Several files as one; where an index names a tensor's file, that is the file."""
+
+    def __init__(
+        self, files: Mapping[str, Tensors], homes: Mapping[str, str] | None, index: str | None
+    ) -> None:
+        first = next(iter(files.values()))
+        self.config: Mapping[str, Any] = getattr(first, "config", {})
+        self.caveats = tuple(
+            caveat for file in files.values() for caveat in getattr(file, "caveats", ())
+        )
+        self._files = files
+        self._homes = {name: shard for shard, file in files.items() for name in file.shapes}
+        for name, shard in (homes or {}).items():
+            if name not in files[shard].shapes:
+                raise LocaterError(
+                    f"{index} says that {shard} holds {name}, and it does not.",
+                    hint="index and shards are not of one checkpoint: download both again.",
+                )
+            self._homes[name] = shard
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            name: files[shard].shapes[name] for name, shard in self._homes.items()
+        }
+
+    @property
+    def bytes_read(self) -> int:
+        """How many bytes were read so far."""
+        return sum(file.bytes_read for file in self._files.values())
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Read these tensors, each from its own file."""
+        found: dict[str, Tensor] = {}
+        for shard, file in self._files.items():
+            here = [name for name in names if self._homes[name] == shard]
+            found |= file.read(here) if here else {}
+        return found
+
+    def close(self) -> None:
+        """Let go of the files."""
+        for file in self._files.values():
+            file.close()

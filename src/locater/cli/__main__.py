@@ -1,0 +1,7 @@
+"""`python -m locater.cli`."""
+
+import sys
+
+from locater.cli.entry import main
+
+sys.exit(main())

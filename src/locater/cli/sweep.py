@@ -1,0 +1,181 @@
+"""`locater sweep`: a figure's or a question's runs, their table, their figure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from locater.cli.terminal import check_figure, parse, print_json, progress, say
+from locater.errors import ConfigError
+
+if TYPE_CHECKING:
+    from locater.paper.lab.presets import Sweep
+    from locater.paper.lab.run import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepCommand:
+    """Train every setting of a sweep with every seed, each run once; then a table and a figure."""
+
+    name: str = ""
+    """May stand first, without --name: fig6 to fig12, fig6-cpu to fig12-cpu, normalization-cpu,
+    ablation-cpu, target-cpu, covariance-cpu, architectures-cpu, rivals-cpu, rivals-hot-cpu, tiny;
+    `all` for all that ends in -cpu."""
+    data: str = ""
+    """The text, as for `locater train`; by default the sweep's own from the hub."""
+    out: Path = Path("out/lab")
+    """Run folders are made here, named by the digest of their settings."""
+    results: Path | None = None
+    """Published results: looked into first, and finished runs are added."""
+    grid: tuple[str, ...] = ()
+    """Settings to try in place of a named sweep: learning_rate=5e-4,1e-3,2e-3, several with
+    spaces between them; every method at every point."""
+    methods: str = "none"
+    """What is compared on the grid, separated by commas: none, printed, swapped, both also with
+    -sum-normalized, sigma-reparam, qk-norm, qk-clip, soft-cap, qk-weight-decay."""
+    preset: str = "fig6-cpu"
+    """The settings that the grid changes, as for `locater train`."""
+    confirm: int = 0
+    """Then train each method at its best point with so many fresh seeds, and judge by those."""
+    seeds: int | None = None
+    """How many; by default the sweep's own number."""
+    first_seed: int | None = None
+    """The first of them; by default the sweep's own."""
+    trackers: tuple[str, ...] = ()
+    """Loggers of accelerate for every run: tensorboard, wandb, trackio and others."""
+    train: bool = True
+    """--no-train takes only what is finished."""
+    engine: Literal["local", "ray"] = "local"
+    """This machine's cores, or a Ray cluster (extra `cluster`)."""
+    workers: int | None = None
+    """Runs at a time; one thread or GPU each."""
+    ray_address: str | None = None
+    """A running cluster, HOST:6379; without it --engine ray starts one here."""
+    figure: Path | None = None
+    """Draw the figure here: .html, .svg, .png, .pdf or .json."""
+    page: Path | None = None
+    """Write the tables of this page anew, between its marks."""
+    json: bool = False
+    """Print the table as JSON."""
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Train what is missing, then print or draw."""
+    if arguments and not arguments[0].startswith("-"):
+        arguments = ["--name", *arguments]
+    command = parse(SweepCommand, "sweep", arguments)
+    check_figure(command.figure)
+    from locater.paper.lab.presets import SWEEPS, sweep_named
+    from locater.paper.lab.summary import markdown, summarize, update_page
+
+    names = [name for name in SWEEPS if name.endswith("-cpu")]
+    if command.name != "all":
+        names = [command.name]
+    sweeps = [_grid(command)] if command.grid else [sweep_named(name) for name in names]
+    adapted = [_adapted(command, sweep) for sweep in sweeps]
+    found = {sweep.name: (sweep, _runs(command, sweep)) for sweep in adapted}
+    if command.confirm:
+        found |= _confirmed(command, adapted)
+    if command.figure is not None:
+        if len(found) > 1:
+            raise ConfigError("one figure cannot show all sweeps.", hint="name one of them.")
+        from locater.paper.lab_figures import lab_chart
+        from locater.report.charts import save_chart
+
+        (pair,) = found.values()
+        say(f"wrote {save_chart(lab_chart(*pair), command.figure)}")
+    if command.page is not None:
+        tables = {name: markdown(summarize(*pair)) for name, pair in found.items()}
+        say(f"wrote {update_page(command.page, lambda name: tables[name])}")
+    if command.json:
+        print_json({name: _rows(*pair) for name, pair in found.items()})
+    elif command.figure is None and command.page is None:
+        for sweep, runs in found.values():
+            print(f"{sweep.question}\n\n{markdown(summarize(sweep, runs))}")
+
+
+def _adapted(command: SweepCommand, sweep: Sweep) -> Sweep:
+    """The sweep on the text and with the seeds that were asked for."""
+    from locater.paper.lab.material import corpus_name
+
+    settings = sweep.settings
+    if command.data:
+        settings = tuple(
+            replace(
+                one,
+                config=replace(one.config, corpus=corpus_name(command.data, one.config.task)),
+            )
+            for one in settings
+        )
+    first = sweep.first_seed if command.first_seed is None else command.first_seed
+    return replace(sweep, settings=settings, seeds=command.seeds or sweep.seeds, first_seed=first)
+
+
+def _grid(command: SweepCommand) -> Sweep:
+    """The sweep that --grid and --methods describe."""
+    from locater.paper.lab.presets import compared, grid_of, preset_named
+
+    if command.name:
+        raise ConfigError(
+            f"--grid makes a sweep of its own, and {command.name} is another.",
+            hint="leave the name out; --preset says what the grid changes.",
+        )
+    return compared(
+        "grid",
+        f"{command.preset} on a grid of {', '.join(command.grid)}",
+        preset_named(command.preset),
+        command.methods.split(","),
+        grid=grid_of(command.grid),
+        seeds=3,
+        first_seed=0,
+    )
+
+
+def _confirmed(
+    command: SweepCommand, sweeps: Sequence[Sweep]
+) -> dict[str, tuple[Sweep, Mapping[str, Run]]]:
+    """Each sweep again at every method's best point, with seeds that chose nothing."""
+    from locater.paper.lab.sweep import confirmed
+
+    found = {}
+    for sweep in sweeps:
+        fresh, runs = confirmed(sweep, lambda one: _runs(command, one), seeds=command.confirm)
+        found[fresh.name] = fresh, runs
+    return found
+
+
+def _runs(command: SweepCommand, sweep: Sweep) -> Mapping[str, Run]:
+    from locater.paper.lab.sweep import SweepFolders, run_sweep
+
+    own = sweep.settings[0].config.corpus
+    data = command.data or (own if own in ("embedded", "digits") else f"hub:{own}")
+    folders = SweepFolders(out=command.out, data=data, results=command.results)
+    if not command.train:
+        ended = [folders.finished(config) for config in sweep.configs()]
+        return {run.config.digest: run for run in ended if run is not None}
+    with progress(sweep.name) as report:
+        runs = run_sweep(
+            sweep.configs(),
+            folders,
+            engine=command.engine,
+            workers=command.workers,
+            ray_address=command.ray_address,
+            trackers=command.trackers,
+            report=report,
+        )
+    return {run.config.digest: run for run in runs}
+
+
+def _rows(sweep: Sweep, runs: Mapping[str, Run]) -> list[dict[str, Any]]:
+    from dataclasses import asdict
+
+    from locater.paper.lab.summary import summarize
+
+    rows = []
+    for row in summarize(sweep, runs):
+        data = asdict(row)
+        data["setting"] = row.setting.label
+        rows.append({**data, "settings": row.setting.config.changes(), "verdict": row.verdict})
+    return rows

@@ -1,0 +1,92 @@
+"""`locater theory`: where attention looks for one eigenspectrum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from locater.cli.terminal import console, parse, print_json, say
+
+
+@dataclass(frozen=True, kw_only=True)
+class TheoryConfig:
+    """Where attention looks for one eigenspectrum: ρ(θ) as printed, corrected, and exact."""
+
+    xi: float
+    """ξ = tr(W)/√tr(W²): how far the spectrum concentrates off zero."""
+    eta: float
+    """η = √tr(W²)/λ: its scale."""
+    tokens: int = 64
+    """T, the length of the sequence."""
+    dim: int = 128
+    """d, the number of eigenvalues."""
+    process: Literal["random-walk", "autoregressive", "independent"] = "random-walk"
+    """How the tokens follow each other, in the exact curve."""
+    phi: float = 0.9
+    """Correlation of neighbors of the autoregressive process."""
+    out: Path | None = None
+    """Draw the figure here: .html, .svg, .png, .pdf or .json."""
+    json: bool = False
+    """Print the curves as JSON."""
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Compute ρ, then print a table, JSON or where the figure is."""
+    config = parse(TheoryConfig, "theory", arguments)
+    from locater.core.form import QKForm
+    from locater.core.process import TokenProcess
+    from locater.core.theory import classify
+    from locater.engines import one_thread
+    from locater.paper.curves import rho_curves
+
+    makers: dict[str, Callable[[], TokenProcess]] = {
+        "random-walk": lambda: TokenProcess.random_walk(config.tokens),
+        "autoregressive": lambda: TokenProcess.autoregressive(config.tokens, config.phi),
+        "independent": lambda: TokenProcess.independent(config.tokens),
+    }
+    process = makers[config.process]()
+    form = QKForm.from_xi_eta(config.xi, config.eta, dim=config.dim)
+    with one_thread():
+        regime = classify(form, process)
+    setting: dict[str, Any] = {"tokens": config.tokens, "dim": config.dim, "process": process}
+    summary = {
+        "xi": config.xi,
+        "eta": config.eta,
+        "r": regime.r.item(),
+        "regime": regime.name,
+        "tokens_on": regime.count.item(),
+        "first_on": regime.first.item(),
+        "last_on": regime.last.item(),
+    }
+    if config.out is not None:
+        from locater.report.charts import rho_chart, save_chart
+
+        title = f"ξ = {config.xi:g}, η = {config.eta:g}: {regime.name}"
+        chart = rho_chart(rho_curves(config.xi, config.eta, **setting), title=title)
+        say(f"wrote {save_chart(chart, config.out)}")
+    records = rho_curves(config.xi, config.eta, **setting, points=None)
+    if config.json:
+        print_json({**summary, "process": config.process, "curves": records})
+    elif config.out is None:
+        _print_rho_table(records, config.tokens)
+        print(
+            f"regime: {regime.name}, r = {regime.r.item():.4g}; {regime.count.item()} of "
+            f"{config.tokens} tokens on ({regime.first.item()} to {regime.last.item()})"
+        )
+
+
+def _print_rho_table(records: Sequence[dict[str, Any]], tokens: int) -> None:
+    from rich.table import Table
+
+    curves: dict[str, list[float]] = {}
+    for record in records:
+        curves.setdefault(record["curve"], []).append(record["rho"])
+    table = Table("θ", *curves)
+    for column in table.columns:
+        column.justify = "right"
+    for position in sorted({round((tokens - 1) * k / 10) for k in range(11)}):
+        row = (f"{rho[position]:.4f}" for rho in curves.values())
+        table.add_row(f"{(position + 1) / tokens:.3f}", *row)
+    console().print(table)

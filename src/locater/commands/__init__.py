@@ -1,1 +1,0 @@
-"""One module for each command: parse, call one library function, print."""

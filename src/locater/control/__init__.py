@@ -1,0 +1,1 @@
+"""What holds attention in training, on any model, in any trainer."""

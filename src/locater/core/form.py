@@ -1,0 +1,401 @@
+"""A head's query-key form W_QK = W_Qᵀ W_K, kept as two thin factors, and its eigenspectrum."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+import torch
+from jaxtyping import Complex, Float
+from torch import Tensor
+
+from locater.errors import ConfigError, InputError
+
+Layout = Literal["half", "interleaved"]
+
+
+@dataclass(frozen=True, eq=False)
+class Rotary:
+    """Which pairs of dimensions turn, and how fast.
+
+    `half` pairs dimension k with k + n (Llama, GPT-NeoX), `interleaved` pairs 2k with 2k + 1
+    (GPT-J); dimensions past 2n stay as they are (partial rotary).
+
+    >>> rotary = Rotary(torch.tensor([torch.pi / 2]))
+    >>> (
+    ...     rotary.turn(torch.tensor([1.0, 0.0]), rotary.phases(torch.tensor(1))).round(decimals=4)
+    ...     + 0.0
+    ... )
+    tensor([0., 1.])
+    """
+
+    frequencies: Float[Tensor, " pairs"]  # radians per token
+    layout: Layout = "half"
+
+    def __post_init__(self) -> None:
+        if self.layout not in ("half", "interleaved"):
+            raise InputError(
+                f"unknown rotary layout {self.layout!r}.", hint="use 'half' or 'interleaved'."
+            )
+        if not bool(torch.isfinite(self.frequencies).all()):
+            raise InputError(
+                "rotary frequencies hold NaN or infinite values.",
+                hint="they are base ** (-2k / dimensions), in radians per token.",
+            )
+
+    @classmethod
+    def from_base(
+        cls, dimensions: int, *, base: float = 10_000.0, layout: Layout = "half"
+    ) -> Rotary:
+        """Make the usual geometric frequencies base^(−2k/dimensions).
+
+        >>> Rotary.from_base(4, base=100.0).frequencies
+        tensor([1.0000, 0.1000], dtype=torch.float64)
+        """
+        steps = torch.arange(0, dimensions, 2, dtype=torch.float64)
+        return cls(base ** (-steps / dimensions), layout)
+
+    def phases(self, position: Tensor) -> Complex[Tensor, "*positions phases"]:
+        """e^{i·position·frequency}; the last entry belongs to the dimensions that never turn."""
+        angle = position[..., None] * torch.nn.functional.pad(self.frequencies, (0, 1))
+        return torch.polar(torch.ones_like(angle), angle)
+
+    def turn(
+        self, vectors: Float[Tensor, "*batch head"], phases: Complex[Tensor, "*turns phases"]
+    ) -> Float[Tensor, "*result head"]:
+        """Multiply each pair of coordinates by its phase, the others by the last phase."""
+        pairs = self.frequencies.shape[0]
+        turned, rest = vectors[..., : 2 * pairs], vectors[..., 2 * pairs :]
+        if self.layout == "half":
+            first, second = turned[..., :pairs], turned[..., pairs:]
+        else:
+            first, second = turned[..., 0::2], turned[..., 1::2]
+        cos, sin = phases[..., :-1].real, phases[..., :-1].imag
+        first, second = first * cos - second * sin, first * sin + second * cos
+        rest = rest * phases[..., -1:].real
+        joined = (
+            torch.cat((first, second), -1)
+            if self.layout == "half"
+            else torch.stack((first, second), -1).flatten(-2)
+        )
+        return torch.cat((joined, rest), -1)
+
+
+@dataclass(frozen=True, eq=False)
+class QKForm:
+    """A stack of heads' W_QK = W_Qᵀ W_K (Section 2), kept as the two factors a checkpoint stores.
+
+    >>> form = QKForm(torch.eye(2, 3), torch.ones(2, 3), temperature=2.0)
+    >>> form.trace()
+    tensor(2.)
+    >>> form.spectrum().r
+    tensor(1., dtype=torch.float64)
+    """
+
+    query: Float[Tensor, "*heads head model"]  # laid out as nn.Linear.weight, like key
+    key: Float[Tensor, "*heads head model"]
+    temperature: float  # λ, usually √head
+    query_bias: Float[Tensor, "*heads head"] | None = None
+    key_bias: Float[Tensor, "*heads head"] | None = None
+    """Constant over the keys, so it cancels in the softmax, unless a rotation stands between."""
+    rotary: Rotary | None = None
+    distance_bias: Float[Tensor, "*heads distances"] | None = None
+    """Added to the logit of the key that many tokens before the query (ALiBi, T5)."""
+    is_symmetric: bool = False
+    """Known to be symmetric: the law of its scores then needs no eigenproblem per position."""
+
+    def __post_init__(self) -> None:
+        if self.query.ndim < 2 or self.query.shape != self.key.shape:
+            raise InputError(
+                f"query is {tuple(self.query.shape)} and key is {tuple(self.key.shape)}.",
+                hint="both must be (*heads, head, model); repeat shared key heads (GQA) first.",
+            )
+        if not (math.isfinite(self.temperature) and self.temperature > 0):
+            raise ConfigError(
+                f"temperature must be positive and finite, got {self.temperature}.",
+                hint="the usual choice is the square root of the head dimension.",
+            )
+        heads, head = self.query.shape[:-2], self.query.shape[-2]
+        for name in ("query_bias", "key_bias"):
+            bias = getattr(self, name)
+            if bias is not None and bias.shape != (*heads, head):
+                raise InputError(
+                    f"{name} is {tuple(bias.shape)}, the factors ask for {(*heads, head)}.",
+                    hint="give one bias vector of the head dimension for every head.",
+                )
+        if self.distance_bias is not None and self.distance_bias.shape[:-1] != heads:
+            raise InputError(
+                f"distance_bias is {tuple(self.distance_bias.shape)} for heads {tuple(heads)}.",
+                hint="give (*heads, distances): entry k is added to the key k tokens back.",
+            )
+        if self.rotary is not None and 2 * self.rotary.frequencies.shape[0] > head:
+            raise InputError(
+                f"{self.rotary.frequencies.shape[0]} rotary frequencies turn more than "
+                f"{head} dimensions.",
+                hint="each frequency turns a pair of dimensions of the head.",
+            )
+        for name in ("query", "key", "query_bias", "key_bias", "distance_bias"):
+            value = getattr(self, name)
+            if value is not None and not bool(torch.isfinite(value).all()):
+                raise InputError(
+                    f"{name} holds NaN or infinite values.",
+                    hint="the weights diverged or were read wrongly; use an earlier checkpoint.",
+                )
+
+    @classmethod
+    def from_matrix(cls, matrix: Float[Tensor, "*heads model _"], *, temperature: float) -> QKForm:
+        """Take a square W_QK itself, symmetric or not (the joint parametrization of Section 2).
+
+        >>> QKForm.from_matrix(torch.eye(3), temperature=1.0).is_symmetric
+        True
+        """
+        if matrix.ndim < 2 or matrix.shape[-1] != matrix.shape[-2]:
+            raise InputError(
+                f"matrix is {tuple(matrix.shape)}, not square.",
+                hint="W_QK maps tokens to tokens; for thin factors call QKForm(query, key).",
+            )
+        identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+        return cls(
+            identity.expand(matrix.shape),
+            matrix,
+            temperature,
+            is_symmetric=torch.equal(matrix, matrix.mT),
+        )
+
+    @classmethod
+    def from_eigenvalues(
+        cls, values: Float[Tensor, "*heads model"], *, temperature: float
+    ) -> QKForm:
+        """Take a symmetric W_QK by its eigenvalues; where Σ = I, the basis does not matter.
+
+        >>> QKForm.from_eigenvalues(torch.tensor([1.0, 2.0]), temperature=1.0).trace()
+        tensor(3.)
+        """
+        return cls.from_matrix(torch.diag_embed(values), temperature=temperature)
+
+    @classmethod
+    def from_xi_eta(cls, xi: float, eta: float, *, dim: int) -> QKForm:
+        """Make the two-point spectrum that has the ξ and η of Eq. 6, with λ = √dim.
+
+        >>> spectrum = QKForm.from_xi_eta(5.0, 0.1, dim=128).spectrum()
+        >>> round(spectrum.xi.item(), 9), round(spectrum.eta.item(), 9)
+        (5.0, 0.1)
+        """
+        if dim < 1 or not (abs(xi) <= math.sqrt(dim) and 0 <= eta < math.inf):
+            raise ConfigError(
+                f"no spectrum of {dim} eigenvalues has xi = {xi:g}, eta = {eta:g}.",
+                hint="Eq. 5 asks for |xi| <= sqrt(dim), and eta must not be negative.",
+            )
+        if dim == 1 and abs(xi) < 1:
+            raise ConfigError(
+                f"one eigenvalue has xi = 1 or -1, not {xi:g}.", hint="use a larger dim."
+            )
+        temperature = math.sqrt(dim)
+        mean = xi * eta * temperature / dim
+        spread = math.sqrt(max(0.0, (eta * temperature) ** 2 / dim - mean**2))
+        sign = torch.ones(dim, dtype=torch.float64)
+        sign[: dim // 2] = -1
+        if dim % 2:
+            sign[-1] = 0
+            spread *= math.sqrt(dim / max(dim - 1, 1))
+        return cls.from_eigenvalues(mean + spread * sign, temperature=temperature)
+
+    @property
+    def rank(self) -> int:
+        """The largest rank that W_QK can have."""
+        return min(self.query.shape[-2:])
+
+    def to(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> QKForm:
+        """Return the same form in another dtype or on another device."""
+        moved = {
+            name: value.to(device=device, dtype=dtype)
+            for name in ("query", "key", "query_bias", "key_bias", "distance_bias")
+            if (value := getattr(self, name)) is not None
+        }
+        rotary = self.rotary and Rotary(
+            self.rotary.frequencies.to(device=device, dtype=dtype), self.rotary.layout
+        )
+        return replace(self, **moved, rotary=rotary)
+
+    def matrix(self) -> Float[Tensor, "*heads model model"]:
+        """The dense W_QK; for small models and for tests."""
+        return self.query.mT @ self.key
+
+    def trace(self) -> Float[Tensor, "*heads"]:
+        """tr(W_QK), the sum of its eigenvalues, in head·model operations per head."""
+        return torch.einsum("...hm,...hm->...", self.query, self.key)
+
+    def trace_of_square(self) -> Float[Tensor, "*heads"]:
+        """tr(W_QK²), the sum of squared eigenvalues; negative when they are mostly imaginary."""
+        cross = self.query @ self.key.mT
+        return (cross * cross.mT).sum((-2, -1))
+
+    def frobenius_squared(self) -> Float[Tensor, "*heads"]:
+        """‖W_QK‖²_F = tr(W_QKᵀ W_QK), the scale that LocAteR shrinks (Section 6)."""
+        return ((self.query @ self.query.mT) * (self.key @ self.key.mT)).sum((-2, -1))
+
+    def spectrum(self, covariance: Float[Tensor, "model model"] | None = None) -> Spectrum:
+        """The eigenspectrum of the paper's W = W_QK Σ, in float64; Σ = I by default."""
+        query, key = self.query.double(), self.key.double()
+        if covariance is not None:
+            root = covariance_root(covariance.double(), model=query.shape[-1])
+            query, key = query @ root, key @ root
+        return Spectrum(QKForm(query, key, self.temperature, is_symmetric=self.is_symmetric))
+
+
+@dataclass(frozen=True, eq=False)
+class Spectrum:
+    """What the eigenvalues of W = W_QK Σ add up to; computed when asked for, in float64.
+
+    All of it is the spectrum of S = Σ^½ W_QK Σ^½, which has the eigenvalues of W and is symmetric
+    when W_QK is.
+    """
+
+    form: QKForm
+    """The factors times Σ^½: their product is S."""
+
+    @cached_property
+    def trace(self) -> Float[Tensor, "*heads"]:
+        """tr(W)."""
+        return self.form.trace()
+
+    @cached_property
+    def trace_of_square(self) -> Float[Tensor, "*heads"]:
+        """tr(W²)."""
+        return self.form.trace_of_square()
+
+    @cached_property
+    def frobenius_squared(self) -> Float[Tensor, "*heads"]:
+        """‖S‖²_F, at least |tr(W²)|, and equal to it where W_QK is symmetric."""
+        return self.form.frobenius_squared()
+
+    @cached_property
+    def eigenvalues(self) -> Complex[Tensor, "*heads rank"]:
+        """The eigenvalues that can differ from zero, from a matrix of the smaller side."""
+        query, key = self.form.query, self.form.key
+        small = query.mT @ key if query.shape[-1] < query.shape[-2] else key @ query.mT
+        return torch.linalg.eigvals(small)
+
+    @cached_property
+    def singular_values(self) -> Float[Tensor, "*heads rank"]:
+        """The singular values of S, largest first, without the structural zeros."""
+        left = torch.linalg.qr(self.form.query.mT, mode="r").R
+        right = torch.linalg.qr(self.form.key.mT, mode="r").R
+        return torch.linalg.svdvals(left @ right.mT)[..., : self.form.rank]
+
+    @property
+    def spectral_norm(self) -> Float[Tensor, "*heads"]:
+        """‖S‖₂."""
+        return self.singular_values[..., 0]
+
+    @property
+    def stable_rank(self) -> Float[Tensor, "*heads"]:
+        """‖S‖²_F / ‖S‖²₂; NaN for a form that is zero."""
+        return self.frobenius_squared / self.spectral_norm.square()
+
+    @property
+    def mean(self) -> Float[Tensor, "*heads"]:
+        """The mean of the `rank` eigenvalues that can differ from zero."""
+        return self.trace / self.form.rank
+
+    @property
+    def variance(self) -> Float[Tensor, "*heads"]:
+        """Population variance of the eigenvalues, E|w − E w|².
+
+        Paper: Eq. 8, over the `rank` eigenvalues that can differ from zero.  Erratum E10: for a
+        complex spectrum (tr W²)/r − (tr W)²/r² is not a variance and may be negative.
+        """
+        if self.form.is_symmetric:
+            return self.trace_of_square / self.form.rank - self.mean.square()
+        return (self.eigenvalues - self.mean[..., None]).abs().square().mean(-1)
+
+    @property
+    def dispersion(self) -> Float[Tensor, "*heads"]:
+        """rank ‖S‖²_F − tr(W)²: zero only for a multiple of a projector."""
+        return self.form.rank * self.frobenius_squared - self.trace.square()
+
+    @property
+    def nonnormality(self) -> Float[Tensor, "*heads"]:
+        """‖S‖²_F − Σ|w|², Henrici's gap: zero when S has orthogonal eigenvectors."""
+        return self.frobenius_squared - self.eigenvalues.abs().square().sum(-1)
+
+    @property
+    def asymmetry(self) -> Float[Tensor, "*heads"]:
+        """‖(S − Sᵀ)/2‖²_F / ‖S‖²_F: 0 for a symmetric form, 1 for an antisymmetric one."""
+        return (1 - self.trace_of_square / self.frobenius_squared) / 2
+
+    @property
+    def xi(self) -> Float[Tensor, "*heads"]:
+        """ξ = tr(W)/‖S‖_F, within ±√rank: how far the spectrum concentrates off zero.
+
+        Paper: Eq. 6, for symmetric W_QK.  Erratum E10: with √tr(W²) in place of the norm, ξ of an
+        asymmetric form is unbounded or imaginary; that one is `xi_as_printed`.
+        """
+        return self.trace / self.frobenius_squared.sqrt()
+
+    @property
+    def eta(self) -> Float[Tensor, "*heads"]:
+        """η = ‖S‖_F/λ, the scale of the logits.  Paper: Eq. 6 (see `xi`)."""
+        return self.frobenius_squared.sqrt() / self.form.temperature
+
+    @property
+    def xi_as_printed(self) -> Float[Tensor, "*heads"]:
+        """tr(W)/√tr(W²), NaN where tr(W²) is negative."""
+        return self.trace / self.trace_of_square.sqrt()
+
+    @property
+    def eta_as_printed(self) -> Float[Tensor, "*heads"]:
+        """√tr(W²)/λ, NaN where tr(W²) is negative."""
+        return self.trace_of_square.sqrt() / self.form.temperature
+
+    @property
+    def r(self) -> Float[Tensor, "*heads"]:
+        """r = ξη = tr(W)/λ: attention localizes beyond |r| = 2 (Lemma 2)."""
+        return self.trace / self.form.temperature
+
+
+def covariance_root(
+    covariance: Float[Tensor, "size size"],
+    *,
+    model: int | None = None,
+    what: Literal["covariance", "kernel"] = "covariance",
+) -> Float[Tensor, "size size"]:
+    """Return a root R with R Rᵀ = Σ, after checking that Σ is a covariance; Σ may be singular."""
+    size = covariance.shape[-1]
+    if covariance.shape != (size, size) or model not in (None, size):
+        raise InputError(
+            f"{what} is {tuple(covariance.shape)}, expected {model or size} x {model or size}.",
+            hint=f"a {what} is a square symmetric matrix.",
+        )
+    if not bool(torch.isfinite(covariance).all()):
+        raise InputError(
+            f"{what} holds NaN or infinite values.", hint=f"check what the {what} was made from."
+        )
+    scale = covariance.diagonal().abs().amax().item()
+    eps = torch.finfo(covariance.dtype).eps
+    asymmetry = (covariance - covariance.mT).abs().amax().item()
+    # an estimate that was accumulated in float32 is symmetric to about 1e-6
+    if scale == 0 or asymmetry > max(1e-6, size * eps) * scale:
+        raise InputError(
+            f"{what} is {'zero' if scale == 0 else 'not symmetric'}.",
+            hint=f"a {what} C is symmetric with a positive diagonal; try (C + C.mT) / 2.",
+        )
+    values, vectors = torch.linalg.eigh((covariance + covariance.mT) / 2)
+    if values[0].item() < -max(1e-6, size * eps) * values[-1].abs().item():
+        raise InputError(
+            f"{what} is not positive definite: its smallest eigenvalue is {values[0].item():.3g}.",
+            hint=f"a {what} has no negative eigenvalues; clip them or estimate it from more data.",
+        )
+    return vectors * values.clamp_min(0).sqrt()
+
+
+def semidefinite_root(gram: Float[Tensor, "*heads size size"]) -> Float[Tensor, "*heads size size"]:
+    """A root R with R Rᵀ equal to a positive semidefinite matrix, which may be singular.
+
+    Eigenvalues that are rounding error count as zero: their roots would be 10⁸ times larger.
+    """
+    values, vectors = torch.linalg.eigh(gram)
+    noise = max(1e-13, gram.shape[-1] * torch.finfo(gram.dtype).eps) * values[..., -1:].abs()
+    return vectors * torch.where(values > noise, values, 0.0).sqrt()[..., None, :]

@@ -1,0 +1,161 @@
+"""What tensor names tell: wrappers around a model, layers, parts, self- or cross-attention."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from locater.errors import LocaterError
+from locater.models.layout import Kind, Skipped
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+_WRAPPERS = (
+    "module",
+    "_orig_mod",
+    "_fsdp_wrapped_module",
+    "_checkpoint_wrapped_module",
+    "base_layer",
+)
+
+
+def plain_name(name: str) -> str:
+    """Drop what DDP, torch.compile, FSDP1, checkpointing, PEFT and parametrizations add to a name.
+
+    >>> plain_name("module._orig_mod.base_model.model.h.0.attn.c_attn.base_layer.weight")
+    'h.0.attn.c_attn.weight'
+    """
+    if "parametrizations" in name:
+        name = re.sub(r"\.parametrizations\.(\w+)\.original[01]?$", r".\1", name)
+    if any(part in name for part in _WRAPPERS):
+        name = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    return re.sub(r"(^|\.)base_model\.model\.", r"\1", name) if "base_model" in name else name
+
+
+@dataclass(frozen=True)
+class Names:
+    """Stored tensors under their plain names, indexed by how those end."""
+
+    stored: Mapping[str, str]
+    shapes: Shapes
+    owners: Mapping[str, list[str]]
+    """The modules that have a tensor, by its name below them: `q_proj.weight`, `sinks`."""
+
+    @classmethod
+    def of(cls, shapes: Shapes) -> Names:
+        """Index the names of a model."""
+        stored = {plain_name(name): name for name in shapes}
+        if len(stored) < len(shapes):  # two tensors differ in their wrappers alone
+            stored = {name: name for name in shapes}
+        owners: dict[str, list[str]] = {}
+        for name in stored:
+            module, _, leaf = name.rpartition(".")
+            owners.setdefault(leaf, []).append(module)
+            if module:
+                attention, _, child = module.rpartition(".")
+                owners.setdefault(f"{child}.{leaf}", []).append(attention)
+        return cls(stored, shapes, owners)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.stored
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a stored tensor."""
+        return tuple(self.shapes[self.stored[name]])
+
+    @cached_property
+    def modules(self) -> frozenset[str]:
+        """Every module that has a tensor itself or in a child."""
+        return frozenset(module for modules in self.owners.values() for module in modules)
+
+    @cached_property
+    def normed(self) -> frozenset[str]:
+        """Every module that has a norm of queries or keys below it."""
+        names = [name.split(".") for name in self.stored if re.search("norm|ln", name, re.I)]
+        return frozenset(
+            ".".join(parts[:depth])
+            for parts in names
+            for depth, part in enumerate(parts)
+            if _NORM.fullmatch(part)
+        )
+
+    def unrecognized(self, known: Container[str]) -> Iterator[Skipped]:
+        """Modules with what look like queries or keys, other than the known ones."""
+        left: dict[str, list[str]] = {}
+        for tensor, modules in self.owners.items():
+            child = tensor.rpartition(".")[0]
+            if not _SUSPECT.fullmatch(child) or _NO_WEIGHT.search(tensor):
+                continue
+            for module in modules:
+                if module not in known:
+                    left.setdefault(module, []).append(tensor)
+        for module, seen in left.items():
+            shown = ", ".join(seen[:4]) + (" …" if len(seen) > 4 else "")
+            yield Skipped(name=module, reason=f"no recipe reads {shown}")
+
+
+def unknown_family(names: Iterable[str]) -> LocaterError:
+    """The error of a model that no recipe reads, with the names it has."""
+    patterns = list(dict.fromkeys(re.sub(r"\d+", "#", name) for name in names))
+    shown = ", ".join(patterns[:24]) + (", …" if len(patterns) > 24 else "")
+    return LocaterError(
+        f"no recipe finds queries and keys among these tensors: {shown or '(none)'}.",
+        hint="name them: Recipe(family='mine', query='child that makes queries', "
+        "key='child that makes keys'), and pass recipes=(mine, *RECIPES).",
+    )
+
+
+def natural_order(name: str) -> list[tuple[int, str]]:
+    """Sort layer 10 after layer 2."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def weight_name(child: str) -> str:
+    """The tensor of a projection: a module's weight, or a parameter of this very name."""
+    return child if child.endswith("_weight") else f"{child}.weight"
+
+
+def join(*parts: str) -> str:
+    """A name from its parts, of which some may be empty."""
+    return ".".join(part for part in parts if part)
+
+
+_LAYER = re.compile(r"(?:layers?|blocks?|groups|blk|(?:^|\.)h)\.(\d+)(?:\.|$)")
+_CROSS = re.compile(r"(?:^|\.)(?:cross_?att\w*|encoder_attn|enc_?dec_?att\w*)(?:\.|$)", re.I)
+_TOWERS = {
+    "vision": re.compile(r"(?:^|\.)(?:vision_?\w*|visual|image_encoder)\."),
+    "audio": re.compile(r"(?:^|\.)audio_\w+\."),
+    "text": re.compile(r"(?:^|\.)(?:text_model|text_encoder|language_model)\."),
+}
+_STACKS = {part: re.compile(rf"(?:^|\.){part}\.") for part in ("decoder", "encoder")}
+_NORM = re.compile(r"(?:q|k|query|key)_?(?:layer)?_?(?:norm|ln)|(?:norm|ln)_?[qk]", re.I)
+_SUSPECT = re.compile(r"(?:\w+_)?(?:w?q|w?k|w?qkv?\w?|query|key)(?:_\w+)?", re.I)
+_NO_WEIGHT = re.compile(r"norm|ln|bias|embed|scale", re.I)
+
+
+def layer_number(attention: str) -> int | None:
+    """Which layer of its stack an attention is in."""
+    match = _LAYER.search(attention) or re.search(r"(?:^|\.)(\d+)(?:\.|$)", attention)
+    return int(match[1]) if match else None
+
+
+def part_of(attention: str, usual: str = "") -> str:
+    """Which tower or stack an attention is in; `usual` where no tower is named."""
+    path = f"{attention}."
+    for part, pattern in _TOWERS.items():
+        if pattern.search(path):
+            return part
+    if usual:
+        return usual
+    return next((part for part, pattern in _STACKS.items() if pattern.search(path)), "model")
+
+
+def kind_of(attention: str, names: Names) -> Kind:
+    """Tell attention to the own tokens from attention to an encoder's."""
+    parent, _, last = attention.rpartition(".")
+    beside = {"multihead_attn": "self_attn", "attn2": "attn1"}.get(last)  # torch, diffusers
+    if _CROSS.search(attention) or (beside and join(parent, beside) in names.modules):
+        return "cross"
+    return "self"

@@ -1,0 +1,192 @@
+"""What families add to a logit because of positions: rotary frequencies, ALiBi slopes, T5 buckets.
+
+Everything is read from a config mapping, old spellings and new, and computed without the model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from locater.core.form import Layout, Rotary
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotarySpec:
+    """How one attention turns its queries and keys with the position."""
+
+    frequencies: tuple[float, ...]  # radians per token, one for each pair of dimensions
+    layout: Layout = "half"
+    base: float = 10_000.0
+    scaling: str = "default"
+    """The rule that stretched the frequencies for longer texts: linear, llama3, yarn, …"""
+    magnitude: float = 1.0
+    """What the turned dimensions of query and key are both multiplied by (yarn, longrope)."""
+
+    @property
+    def dimensions(self) -> int:
+        """How many dimensions of the head turn."""
+        return 2 * len(self.frequencies)
+
+    def rotary(self) -> Rotary:
+        """The rotation itself, in float64."""
+        return Rotary(torch.tensor(self.frequencies, dtype=torch.float64), self.layout)
+
+
+def rotary_spec(config: Config, *, head_dim: int, layer: int, layout: Layout) -> RotarySpec | None:
+    """Read the rotary embedding of one layer; None where the config switches it off."""
+    skipped = config.get("no_rope_layers") or ()
+    if layer < len(skipped) and not skipped[layer]:
+        return None
+    rope = rope_settings(config, layer)
+    base = float(rope["rope_theta"])
+    kind = str(rope.get("rope_type") or rope.get("type") or "default")
+    share = float(rope.get("partial_rotary_factor") or 1.0)
+    dimensions = int(config.get("rotary_dim") or int(head_dim * share))
+    if kind == "proportional":  # the others turn by nothing
+        exponents = torch.arange(0, 2 * int(share * head_dim // 2), 2, dtype=torch.float64)
+        plain = torch.nn.functional.pad(
+            base ** (-exponents / head_dim), (0, head_dim // 2 - len(exponents))
+        )
+    else:
+        plain = Rotary.from_base(dimensions, base=base).frequencies
+    frequencies, magnitude = _stretched(plain, kind, rope, config, base)
+    return RotarySpec(
+        frequencies=tuple(frequencies.tolist()),
+        layout=layout,
+        base=base,
+        scaling=kind,
+        magnitude=magnitude,
+    )
+
+
+def rope_settings(config: Config, layer: int) -> dict[str, Any]:
+    """Gather a layer's rotary settings, whichever spelling the config uses."""
+    stored = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = layer_type(config, layer)
+    local = kind == "sliding_attention"
+    if any(isinstance(value, Mapping) for value in stored.values()):  # one set per kind of layer
+        stored = stored.get(kind) or {}
+    elif local and "rope_local_base_freq" in config:
+        stored = {}  # Gemma 3 stretches its global layers only
+    spelled = {
+        "rope_theta": _first(
+            config,
+            "rope_local_base_freq" if local else "",  # Gemma 3
+            "local_rope_theta" if local else "global_rope_theta",  # ModernBERT
+            "rope_theta",
+            "rotary_emb_base",
+        )
+        or 10_000.0,
+        "partial_rotary_factor": _first(config, "partial_rotary_factor", "rotary_pct"),
+        "original_max_position_embeddings": _first(
+            config, "original_max_position_embeddings", "max_position_embeddings"
+        ),
+    }
+    return {**spelled, **{key: value for key, value in stored.items() if value is not None}}
+
+
+def layer_type(config: Config, layer: int) -> str:
+    """Name what kind of attention a layer has, `full_attention` where nothing else is said."""
+    types = config.get("layer_types") or ()
+    if layer < len(types):
+        return str(types[layer])
+    every = _first(config, "sliding_window_pattern", "_sliding_window_pattern")
+    if isinstance(every, int) and every > 0:
+        return "full_attention" if (layer + 1) % every == 0 else "sliding_attention"
+    every = config.get("global_attn_every_n_layers")
+    if isinstance(every, int) and every > 0:
+        return "full_attention" if layer % every == 0 else "sliding_attention"
+    return "full_attention"
+
+
+def _first(config: Config, *keys: str) -> Any:
+    return next((config[key] for key in keys if config.get(key) is not None), None)
+
+
+def _stretched(
+    plain: Float[Tensor, " pairs"], kind: str, rope: Config, config: Config, base: float
+) -> tuple[Float[Tensor, " pairs"], float]:
+    """Apply the rule by which a model's rotary embedding was stretched to longer texts."""
+    factor = rope.get("factor")
+    original = rope.get("original_max_position_embeddings") or 1
+    if kind in ("linear", "proportional"):
+        return plain / float(factor or 1.0), 1.0
+    if kind == "llama3":
+        turns = original * plain / (2 * math.pi)  # within the original context
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        smooth = ((turns - low) / (high - low)).clamp(0, 1)
+        return (1 - smooth) * plain / factor + smooth * plain, 1.0
+    if factor is None:
+        factor = config.get("max_position_embeddings", original) / original
+    if kind == "yarn":
+        keep = _yarn_share(len(plain), rope, base, original)
+        return plain * (keep + (1 - keep) / factor), _yarn_magnitude(rope, factor)
+    if kind in ("longrope", "su"):
+        short = torch.tensor(rope["short_factor"], dtype=torch.float64)
+        grown = math.sqrt(1 + math.log(max(factor, 1.0)) / math.log(original))
+        return plain / short, float(rope.get("attention_factor") or grown)
+    return plain, 1.0  # dynamic: unchanged up to the original length
+
+
+def _yarn_share(pairs: int, rope: Config, base: float, original: int) -> Float[Tensor, " pairs"]:
+    """How much of each frequency yarn leaves as it was."""
+    size = 2 * pairs
+
+    def dimension(turns: float) -> float:
+        return size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low = dimension(rope.get("beta_fast") or 32)
+    high = dimension(rope.get("beta_slow") or 1)
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    step = torch.arange(pairs, dtype=torch.float64)
+    return 1 - ((step - low) / ((high - low) or 0.001)).clamp(0, 1)
+
+
+def _yarn_magnitude(rope: Config, factor: float) -> float:
+    def grown(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if rope.get("attention_factor") is not None:
+        return float(rope["attention_factor"])
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return grown(rope["mscale"]) / grown(rope["mscale_all_dim"])
+    return grown(1.0)
+
+
+def alibi_slopes(heads: int) -> Float[Tensor, " heads"]:
+    """The slopes of ALiBi: a geometric sequence, interleaved with a finer one where it must be.
+
+    >>> alibi_slopes(2)
+    tensor([0.0625, 0.0039], dtype=torch.float64)
+    """
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = [2 ** (-8 * k / power) for k in range(1, power + 1)]
+    slopes += [2 ** (-4 * k / power) for k in range(1, 2 * (heads - power), 2)]
+    return torch.tensor(slopes, dtype=torch.float64)
+
+
+def relative_buckets(
+    distances: int, *, buckets: int, max_distance: int, bidirectional: bool
+) -> Int[Tensor, " distances"]:
+    """The bucket of T5's relative bias for the key k tokens back.
+
+    >>> relative_buckets(6, buckets=8, max_distance=16, bidirectional=True).tolist()
+    [0, 1, 2, 2, 2, 2]
+    """
+    half = buckets // 2 if bidirectional else buckets  # the other half belongs to keys ahead
+    exact = half // 2
+    distance = torch.arange(distances)
+    far = (distance.clamp_min(1).float() / exact).log() / math.log(max_distance / exact)
+    far = exact + (far * (half - exact)).long()
+    return torch.where(distance < exact, distance, far.clamp_max(half - 1))

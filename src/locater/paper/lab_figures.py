@@ -1,0 +1,273 @@
+"""Figs. 6-12 and the open questions, drawn from runs alone: folders or published results."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import altair as alt
+
+from locater.errors import InputError
+from locater.paper.lab.presets import Setting, Sweep
+from locater.paper.lab.run import Run
+from locater.paper.lab.settings import TrainConfig
+from locater.paper.lab.summary import summarize
+from locater.report.charts import SCALE
+
+Record = dict[str, Any]
+NONE = "without LocAteR"
+_TAIL = 0.6
+"""The magnified panel begins at this share of the steps."""
+_PANELS = {
+    "trace": "A  mean term: tr W_QK",
+    "frobenius_squared": "B  scale: ‖W_QK‖²_F",
+    "entropy": "C  attention entropy (nats)",
+    "perplexity": "D  valid perplexity",
+    "tail": "D, magnified",
+}
+
+
+def setting_name(setting: Setting) -> str:
+    """For a reader who does not know our labels."""
+    return NONE if setting.kappa is None else f"LocAteR {setting.label}"
+
+
+def size_note(config: TrainConfig) -> str:
+    """What differs from the paper's settings, for the figure itself."""
+    rate = 1e-4 if config.dim <= 32 else 2.5e-5
+    paper = TrainConfig(dim=config.dim, layers=config.layers, learning_rate=rate)
+    words = "words" if config.vocabulary == "word" else "pieces (BPE)"
+    size = f"{config.vocabulary_size:,} {words}" if config.vocabulary_size else f"all {words}"
+    parts = {
+        "steps": f"{config.steps:,} steps for {paper.steps:,}",
+        "batch": f"batch {config.batch} for {paper.batch}",
+        "learning_rate": f"learning rate {config.learning_rate:g} for {rate:g}",
+        "vocabulary_size": size,
+        "corpus": f"text: {config.corpus}",
+        "task": f"task: {config.task}",
+        "norm": f"norm: {config.norm}",
+        "tokens": f"{config.tokens} tokens for {paper.tokens}",
+    }
+    apart = [text for name, text in parts.items() if getattr(config, name) != getattr(paper, name)]
+    if not apart:
+        return "the paper's size"
+    small = "sized for a CPU: " if config.steps < paper.steps else ""
+    return f"{small}{', '.join(apart)}; all else as in the paper"
+
+
+def curve_records(sweep: Sweep, runs: Mapping[str, Run]) -> list[Record]:
+    """Every quantity of Figs. 6 and 8-12 by step: mean over seeds, lowest and highest seed."""
+    readings = list(dict.fromkeys(s.reading for s in sweep.settings if s.reading))
+    records = []
+    for setting in sweep.settings:
+        curves = [_curves(run) for run in _seeds(setting, sweep, runs)]
+        rows = _across_seeds(curves, setting.config.steps)
+        label = NONE if setting.kappa is None else f"{setting.kappa:g}"
+        for reading in [setting.reading] if setting.reading else readings or [""]:
+            records += [{**row, "reading": reading, "kappa": label} for row in rows]
+    return records
+
+
+def curves_chart(sweep: Sweep, runs: Mapping[str, Run]) -> alt.VConcatChart:
+    """Figs. 6 and 8-12: mean term, scale, entropy and perplexity against steps."""
+    records = curve_records(sweep, runs)
+    labels = list(dict.fromkeys(record["kappa"] for record in records))
+    rows = [
+        alt.hconcat(
+            *(_panel(records, reading, name, title, labels) for name, title in _PANELS.items()),
+            title=alt.Title(_reading_title(reading), anchor="start", fontSize=13),
+        )
+        for reading in dict.fromkeys(record["reading"] for record in records)
+    ]
+    counts = [len(_seeds(setting, sweep, runs)) for setting in sweep.settings]
+    note = f"{_band_note(counts)}; perplexity on one fixed batch of valid text"
+    subtitle = [size_note(sweep.settings[0].config), note]
+    title = alt.Title(sweep.question, subtitle=subtitle, anchor="start")
+    return alt.vconcat(*rows, title=title, spacing=24).resolve_scale(color="shared")
+
+
+def heat_records(setting: Setting, run: Run, layer: int = 0) -> list[Record]:
+    """ρ of one layer by step and position."""
+    return [
+        {"step": step, "position": position, "rho": value, "setting": setting.label}
+        for step, rows in run.series("rho")
+        for position, value in enumerate(rows[layer], 1)
+    ]
+
+
+def heat_chart(sweep: Sweep, runs: Mapping[str, Run], *, seed: int = 0) -> alt.VConcatChart:
+    """Fig. 7: which tokens' gates are open, at each step of training, with and without LocAteR."""
+    panels = []
+    for setting in sweep.settings:
+        run = runs.get(replace(setting.config, seed=seed).digest)
+        if run is not None:
+            panels.append(_heat_panel(setting, heat_records(setting, run)))
+    title = alt.Title(
+        sweep.question + ": signal propagation probability by token, over training",
+        subtitle=[size_note(sweep.settings[0].config), f"seed {seed}, first layer, valid text"],
+        anchor="start",
+    )
+    return alt.vconcat(*panels, title=title)
+
+
+def comparison_chart(sweep: Sweep, runs: Mapping[str, Run]) -> alt.TopLevelMixin:
+    """Change of perplexity against the baseline, with 95 % intervals over seeds."""
+    rows = [row for row in summarize(sweep, runs) if not math.isnan(row.change.mean)]
+    records = [
+        {
+            "setting": row.setting.label,
+            "change": row.change.mean,
+            "low": row.change.mean - (0 if math.isnan(row.change.half) else row.change.half),
+            "high": row.change.mean + (0 if math.isnan(row.change.half) else row.change.half),
+            "verdict": row.verdict or "one seed",
+        }
+        for row in rows
+    ]
+    y = alt.Y("setting:N", title=None, sort=None, axis=alt.Axis(labelLimit=320))
+    base = alt.Chart(alt.Data(values=records)).encode(y=y)
+    colors = alt.Scale(
+        domain=["lower", "higher", "no difference seen", "one seed"],
+        range=[SCALE[2], SCALE[0], "#888888", "#888888"],
+    )
+    color = alt.Color("verdict:N", title="perplexity", scale=colors)
+    x = "change of perplexity against the same seed without LocAteR, %"
+    points = base.mark_point(filled=True, size=60).encode(
+        x=alt.X("change:Q", title=x), color=color, tooltip=["setting:N", "change:Q", "verdict:N"]
+    )
+    bars = base.mark_rule().encode(x="low:Q", x2="high:Q", color=color)
+    zero = alt.Chart(alt.Data(values=[{"x": 0}])).mark_rule(strokeDash=[3, 3]).encode(x="x:Q")
+    return alt.layer(zero, bars, points).properties(
+        width=420,
+        title=alt.Title(
+            sweep.question, subtitle=size_note(sweep.settings[0].config), anchor="start"
+        ),
+        description="Change of perplexity of each setting, a dot with its 95 % interval: "
+        + "; ".join(f"{r['setting']} {r['change']:.2f} %" for r in records),
+    )
+
+
+def lab_chart(sweep: Sweep, runs: Mapping[str, Run]) -> alt.TopLevelMixin:
+    """The chart that a sweep is about."""
+    if not runs:
+        raise InputError(
+            f"no run of {sweep.name} is finished.",
+            hint="leave out --no-train, or name the results of others with --results.",
+        )
+    if sweep.name.startswith("fig7"):
+        return heat_chart(sweep, runs)
+    return (curves_chart if sweep.name.startswith("fig") else comparison_chart)(sweep, runs)
+
+
+def _seeds(setting: Setting, sweep: Sweep, runs: Mapping[str, Run]) -> list[Run]:
+    digests = [replace(setting.config, seed=seed).digest for seed in sweep.all_seeds]
+    return [runs[digest] for digest in digests if digest in runs]
+
+
+def _curves(run: Run) -> dict[str, dict[int, float]]:
+    """One value a step: layers averaged, losses as perplexities."""
+    found: dict[str, dict[int, float]] = {}
+    for name in ("trace", "frobenius_squared", "entropy"):
+        found[name] = {step: sum(v) / len(v) for step, v in run.series(name)}
+    found["perplexity"] = {step: math.exp(loss) for step, loss in run.series("valid_loss")}
+    return found
+
+
+def _across_seeds(curves: Sequence[Mapping[str, Mapping[int, float]]], steps: int) -> list[Record]:
+    rows = []
+    for name in ("trace", "frobenius_squared", "entropy", "perplexity"):
+        for step in sorted({step for curve in curves for step in curve[name]}):
+            values = [curve[name][step] for curve in curves if step in curve[name]]
+            row = {"step": step, "value": sum(values) / len(values), "low": min(values),
+                   "high": max(values)}  # fmt: skip
+            if name != "perplexity" or step > 0:
+                rows.append({**row, "panel": name})
+            if name == "perplexity" and step >= _TAIL * steps:
+                rows.append({**row, "panel": "tail"})
+    return rows
+
+
+def _panel(
+    records: Sequence[Record], reading: str, name: str, title: str, labels: Sequence[str]
+) -> Any:
+    values = [r for r in records if r["reading"] == reading and r["panel"] == name]
+    colors = ["#222222", SCALE[5], SCALE[2], SCALE[4], SCALE[3], SCALE[0]]
+    dashes = [[4, 3], [1, 0], [1, 0], [1, 0], [1, 0], [1, 0]]
+    legend = alt.Legend(
+        title="κ₂", orient="top", symbolType="stroke", symbolStrokeWidth=2, symbolOpacity=1
+    )
+    is_log = name in ("perplexity", "frobenius_squared")
+    scale: dict[str, Any] = {"type": "log", "nice": False} if is_log else {"zero": False}
+    y = alt.Y("value:Q", title=title, scale=alt.Scale(**scale), axis=alt.Axis(grid=not is_log))
+    base = alt.Chart(alt.Data(values=values)).encode(
+        x=alt.X("step:Q", title="step", axis=alt.Axis(tickCount=4), scale=alt.Scale(zero=False)),
+        color=alt.Color(
+            "kappa:N",
+            sort=list(labels),
+            scale=alt.Scale(domain=list(labels), range=colors[: len(labels)]),
+            legend=legend,
+        ),
+    )
+    band = base.mark_area(opacity=0.2).encode(y=alt.Y("low:Q", title=title), y2="high:Q")
+    dash = alt.StrokeDash(
+        "kappa:N",
+        scale=alt.Scale(domain=list(labels), range=dashes[: len(labels)]),
+        legend=legend,
+        sort=list(labels),
+    )
+    line = base.mark_line().encode(
+        y=y, strokeDash=dash, tooltip=["kappa:N", "step:Q", "value:Q", "low:Q", "high:Q"]
+    )
+    return alt.layer(band, line).properties(
+        width=138,
+        height=150,
+        description=f"{title} against steps, one line per κ₂; {_reading_title(reading)}",
+    )
+
+
+def _heat_panel(setting: Setting, records: Sequence[Record]) -> alt.Chart:
+    steps = sorted({record["step"] for record in records})
+    width = steps[1] - steps[0] if len(steps) > 1 else 1
+    values = [
+        {**record, "until": record["step"] + width, "above": record["position"] + 1}
+        for record in records
+    ]
+    label = setting_name(setting)
+    return (
+        alt.Chart(alt.Data(values=values))
+        .mark_rect()
+        .encode(
+            x=alt.X("step:Q", title="step", scale=alt.Scale(nice=False)),
+            x2="until:Q",
+            y=alt.Y(
+                "position:Q", title="token", scale=alt.Scale(nice=False, zero=False, reverse=True)
+            ),
+            y2="above:Q",
+            color=alt.Color("rho:Q", title="ρ", scale=alt.Scale(domain=[0, 1], scheme="viridis")),
+            tooltip=["step:Q", "position:Q", "rho:Q"],
+        )
+        .properties(
+            width=620,
+            height=150,
+            title=alt.Title(label, anchor="start", fontSize=13),
+            description=f"Heat map of ρ by token and step, {label}",
+        )
+    )
+
+
+def _reading_title(reading: str) -> str:
+    return {
+        "printed": "κ₁ = 100 on the scale, κ₂ on the mean (as printed), beside the mean loss",
+        "swapped": "κ₁ = 100 on the mean, κ₂ on the scale (as captioned), beside the mean loss",
+        "printed-sum-normalized": "as printed, beside the summed loss (κ/4096)",
+        "swapped-sum-normalized": "as captioned, κ₁ on the mean, beside the summed loss (κ/4096)",
+    }.get(reading, reading)
+
+
+def _band_note(counts: Sequence[int]) -> str:
+    least, most = min(counts), max(counts)
+    if most == 1 == least:
+        return "one seed"
+    seeds = str(most) if least == most else f"{least} to {most}"
+    return f"mean of {seeds} seeds, band from the lowest to the highest"

@@ -1,0 +1,1 @@
+"""What a running model's attention does, measured as it is called."""

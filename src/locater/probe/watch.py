@@ -1,0 +1,399 @@
+"""Attention seen as it is called: fused, by a softmax, or inside PyTorch's own attention module.
+
+While a `Watch` is on, a torch function mode hears of every call to scaled_dot_product_attention and
+softmax, and hooks on all modules say which of them is running.  Nothing is replaced: the model's
+own call is made, with its own arguments.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules import module as torch_module
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.overrides import TorchFunctionMode
+
+from locater.models.layout import AttentionLayout
+from locater.models.names import layer_number
+from locater.probe.rows import Logits, ScoredKeys, SeenLogits
+
+_FUSED = functional.scaled_dot_product_attention
+_SOFTMAX = {functional.softmax, torch.softmax, torch.special.softmax, Tensor.softmax}
+_MULTIHEAD = functional.multi_head_attention_forward
+_MULTIHEAD_ARGUMENTS = inspect.signature(_MULTIHEAD)
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """An attention of the model: what results call it."""
+
+    name: str
+    layer: int | None
+    kind: str = "self"
+    part: str = "model"
+    layout: AttentionLayout | None = None
+    """None where no recipe reads the module: it is then known by its calls alone."""
+
+    @classmethod
+    def of(cls, layout: AttentionLayout) -> Place:
+        """As discovery found it."""
+        return cls(layout.name, layout.layer, layout.kind, layout.part, layout)
+
+
+@dataclass(eq=False)
+class Frame:
+    """A module that is running, and what its attention did so far."""
+
+    module: nn.Module
+    place: Place | None = None
+    is_suspended: bool = False
+    """The mode was switched off for it, because PyTorch has a fast path for it."""
+    is_unheard: bool = False
+    """Its attention may take the fast path: it is computed again from the module's inputs."""
+    heard: list[Any] = field(default_factory=list)
+    """What the listener answered to each attention heard."""
+
+
+Heard = Callable[[Place, Logits], Any]
+Left = Callable[[Place, Tensor, list[Any]], None]
+
+
+class Watch(TorchFunctionMode):
+    """Listens while a model runs: `heard(place, logits)` for attention, `left(place, tokens, …)`.
+
+    `left` is called when an attention's module is done, with the tokens it was given and the
+    answers of `heard` to what it did with them.
+    """
+
+    def __init__(
+        self,
+        attentions: Mapping[nn.Module, Place],
+        names: Mapping[nn.Module, str],
+        heard: Heard,
+        left: Left,
+    ) -> None:
+        super().__init__()
+        self.attentions, self.names = dict(attentions), names
+        self.heard, self.left = heard, left
+        self.frames: list[Frame] = []
+        self.handles: list[Any] = []
+        self.is_entered = False
+
+    def start(self, root: nn.Module) -> None:
+        """Begin; the root's own hooks have run already, so it is entered here."""
+        self.handles = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._after_any, with_kwargs=True),
+        ]
+        self._listen(True)
+        self._enter(root, ())
+
+    def stop(self) -> None:
+        """End, whatever happened."""
+        for handle in self.handles:
+            remove_hook(handle)
+        if self.is_entered:
+            self._listen(False)
+
+    def _listen(self, is_on: bool) -> None:
+        enter: Any = self.__enter__
+        leave: Any = self.__exit__
+        _ = enter() if is_on else leave(None, None, None)
+        self.is_entered = is_on
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _FUSED:
+            self._hear(_fused_logits, args, kwargs)
+        elif func is _MULTIHEAD:
+            self._hear(_multihead_logits, args, kwargs)
+        elif func in _SOFTMAX:
+            self._hear(_softmax_logits, args, kwargs, only_known=True)
+        return func(*args, **kwargs)
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        frame = Frame(module, self.attentions.get(module))
+        self.frames.append(frame)
+        if _may_be_fast(module):
+            # under any torch function mode PyTorch leaves its fast path, and with it the last bits
+            is_inner = any(one.is_unheard for one in self.frames)
+            frame.is_unheard = not is_inner and not isinstance(module, nn.TransformerEncoder)
+            if self.is_entered:
+                self._listen(False)
+                frame.is_suspended = True
+
+    def _after_any(self, module: nn.Module, args: Any, *rest: Any) -> None:
+        """A global hook; removed in a pass, it is called there once more, without kwargs."""
+        if len(rest) == 2:
+            self.leave(module, args, *rest)
+
+    def leave(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """A module is done: after its own hook, or again for the root, which came first."""
+        if all(one.module is not module for one in self.frames):
+            return
+        while self.frames[-1].module is not module:  # it failed, and the model caught the error
+            self._resume(self.frames.pop())
+        frame = self.frames[-1]
+        if frame.is_unheard:
+            self._hear_fast_path(frame, args, kwargs)
+        self._resume(self.frames.pop())
+        if frame.place is not None and frame.heard:
+            tokens = _tokens(frame.module, frame.place, args, kwargs)
+            if tokens is not None:
+                self.left(frame.place, tokens, frame.heard)
+
+    def _resume(self, frame: Frame) -> None:
+        if frame.is_suspended:
+            self._listen(True)
+
+    def _hear(
+        self, reader: Any, args: tuple[Any, ...], kwargs: dict[str, Any], only_known: bool = False
+    ) -> None:
+        known = next((one for one in reversed(self.frames) if one.place is not None), None)
+        if known is None and (only_known or not self.frames):
+            return
+        frame = known or self._named_by_call(self.frames[-1])
+        assert frame.place is not None
+        with torch.no_grad():
+            logits = reader(frame, *args, **kwargs)
+            if logits is not None:
+                frame.heard.append(self.heard(frame.place, logits))
+
+    def _named_by_call(self, frame: Frame) -> Frame:
+        """Attention in a module that no recipe reads is called by the module that calls it."""
+        name = self.names.get(frame.module, type(frame.module).__name__)
+        frame.place = self.attentions[frame.module] = Place(name, layer_number(name))
+        return frame
+
+    def _hear_fast_path(self, frame: Frame, args: Any, kwargs: dict[str, Any]) -> None:
+        """Attention that happened out of sight, from the same inputs and weights."""
+        module = frame.module
+        with torch.no_grad():
+            if isinstance(module, nn.TransformerEncoderLayer):
+                given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+                tokens, hidden = _padded(given["src"])
+                tokens = module.norm1(tokens) if module.norm_first else tokens
+                hidden = given.get("src_key_padding_mask") if hidden is None else hidden
+                inner = Frame(module.self_attn, self.attentions.get(module.self_attn))
+                inputs = (tokens, tokens, hidden, given.get("src_mask"))
+            else:
+                given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+                inner = frame
+                query, hidden = _padded(given["query"])
+                key = query if given["key"] is given["query"] else _padded(given["key"])[0]
+                hidden = given.get("key_padding_mask") if hidden is None else hidden
+                inputs = (query, key, hidden, given.get("attn_mask"))
+            if inner.place is None:
+                inner = self._named_by_call(inner)
+            assert inner.place is not None
+            logits = _module_logits(inner, *inputs)
+            assert logits is not None
+            inner.heard.append(self.heard(inner.place, logits))
+            if inner is not frame:
+                self.left(inner.place, inputs[0], inner.heard)
+
+
+def _may_be_fast(module: nn.Module) -> bool:
+    """Whether PyTorch may run this module in one fused call, which no mode can look into."""
+    if isinstance(module, nn.TransformerEncoder):
+        return all(_may_be_fast(layer) for layer in module.layers)
+    if isinstance(module, nn.TransformerEncoderLayer):
+        stock = type(module).forward is nn.TransformerEncoderLayer.forward
+        if any(part._forward_hooks or part._forward_pre_hooks for part in module.modules()):
+            return False
+    elif isinstance(module, nn.MultiheadAttention):
+        stock = type(module).forward is nn.MultiheadAttention.forward
+    else:
+        return False
+    learns = torch.is_grad_enabled() and any(one.requires_grad for one in module.parameters())
+    return stock and not module.training and not learns
+
+
+def _padded(tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Nested tokens as a padded batch, and which of them are padding (true: hidden)."""
+    if not tokens.is_nested:
+        return tokens, None
+    lengths = torch.tensor([len(one) for one in tokens.unbind()], device=tokens.device)
+    whole = tokens.to_padded_tensor(0.0)
+    return whole, torch.arange(whole.shape[1], device=tokens.device) >= lengths[:, None]
+
+
+def _fused_logits(
+    frame: Frame,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Logits | None:
+    """The logits of scaled_dot_product_attention, whose heads are the axis before the queries."""
+    if query.is_nested or key.is_nested:
+        return None
+    query, key = (_local(side).detach() for side in (query, key))
+    masks: tuple[Tensor, ...] = () if attn_mask is None else (_local(attn_mask).detach(),)
+    heads = frame.place.layout.heads if frame.place and frame.place.layout else 1
+    if query.ndim < 4:
+        split = heads if query.ndim == 3 and query.shape[0] % heads == 0 else 1
+        query, key = (side.reshape(-1, split, *side.shape[-2:]) for side in (query, key))
+        masks = tuple(
+            mask.reshape(-1, split if mask.shape[0] % split == 0 else 1, *mask.shape[-2:])
+            if mask.ndim == 3
+            else mask
+            for mask in masks
+        )
+    elif query.ndim > 4:
+        lead = query.shape[:-3]
+        masks = tuple(
+            mask.expand(*lead, *mask.shape[-3:]).flatten(0, -4) if mask.ndim > 4 else mask
+            for mask in masks
+        )
+        query, key = query.flatten(0, -4), key.expand(*lead, *key.shape[-3:]).flatten(0, -4)
+    return ScoredKeys(
+        query=query,
+        key=key.expand(query.shape[0], *key.shape[1:]),
+        scale=query.shape[-1] ** -0.5 if scale is None else scale,
+        masks=masks,
+        is_causal=is_causal,
+    )
+
+
+def _softmax_logits(
+    frame: Frame, input: Tensor, dim: int | None = None, *_: Any, **__: Any
+) -> Logits | None:
+    """What enters a softmax over keys, if it has the attention's heads."""
+    layout = frame.place.layout if frame.place else None
+    if layout is None or dim not in (-1, input.ndim - 1) or not input.is_floating_point():
+        return None
+    logits = _local(input).detach()
+    if isinstance(getattr(frame.module, "sinks", None), Tensor):
+        logits = logits[..., :-1]  # a learned logit that belongs to no key
+    if logits.ndim == 3 and logits.shape[0] % layout.heads == 0:
+        return SeenLogits(logits.unflatten(0, (-1, layout.heads)))
+    if logits.ndim == 4 and layout.heads % logits.shape[1] == 0:  # fewer: tensor parallelism
+        return SeenLogits(logits)
+    return None
+
+
+def _multihead_logits(frame: Frame, *args: Any, **kwargs: Any) -> Logits | None:
+    """The logits of torch.nn.functional.multi_head_attention_forward, from its arguments."""
+    bound = _MULTIHEAD_ARGUMENTS.bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    if given["use_separate_proj_weight"]:
+        weights = given["q_proj_weight"], given["k_proj_weight"]
+    else:
+        weights = given["in_proj_weight"].chunk(3)[:2]
+    bias = given["in_proj_bias"]
+    biases = (None, None) if bias is None else bias.chunk(3)[:2]
+    heads = given["num_heads"]
+    query, key = (
+        functional.linear(given[side], weight, part)
+        for side, weight, part in zip(("query", "key"), weights, biases, strict=True)
+    )
+    if query.ndim == 2:
+        query, key = query[:, None], key[:, None]
+    if given["bias_k"] is not None:
+        key = torch.cat([key, given["bias_k"].expand(1, key.shape[1], -1).to(key)])
+    query, key = (side.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3) for side in (query, key))
+    if given["static_k"] is not None:
+        key = given["static_k"].unflatten(0, (-1, heads))
+    if given["add_zero_attn"]:
+        key = functional.pad(key, (0, 0, 0, 1))
+    extra = int(given["bias_k"] is not None) + int(given["add_zero_attn"])
+    is_self = given["query"] is given["key"] and given["static_k"] is None
+    masks = given["key_padding_mask"], given["attn_mask"]
+    return _scored(query, key, *masks, extra=extra, is_self=is_self)
+
+
+def _module_logits(
+    frame: Frame, query: Tensor, key: Tensor, hidden: Tensor | None, mask: Tensor | None
+) -> Logits | None:
+    """The logits of nn.MultiheadAttention, from its inputs and weights."""
+    own: Any = frame.module
+    if own.batch_first and query.ndim == 3:
+        is_self = key is query
+        query = query.transpose(0, 1)
+        key = query if is_self else key.transpose(0, 1)
+    return _multihead_logits(
+        frame,
+        *(query, key, key, own.embed_dim, own.num_heads, own.in_proj_weight, own.in_proj_bias),
+        *(own.bias_k, own.bias_v, own.add_zero_attn, 0.0, own.out_proj.weight, None),
+        key_padding_mask=hidden,
+        attn_mask=mask,
+        use_separate_proj_weight=own.in_proj_weight is None,
+        q_proj_weight=own.q_proj_weight,
+        k_proj_weight=own.k_proj_weight,
+    )
+
+
+def _scored(
+    query: Tensor,
+    key: Tensor,
+    hidden: Tensor | None,
+    mask: Tensor | None,
+    *,
+    extra: int,
+    is_self: bool,
+) -> Logits:
+    """Queries and keys of PyTorch's own attention, whose boolean masks hide where they are true."""
+    batch, heads, _, keys = (*query.shape[:3], key.shape[2])
+    masks = []
+    if hidden is not None:
+        masks.append(hidden.reshape(-1, 1, 1, hidden.shape[-1]))
+    if mask is not None:
+        masks.append(mask if mask.ndim == 2 else mask.reshape(batch, heads, *mask.shape[-2:]))
+    visible = [~one if one.dtype == torch.bool else one for one in masks]
+    missing = [keys - one.shape[-1] for one in visible]  # keys that were added see everybody
+    return ScoredKeys(
+        query=query.detach(),
+        key=key.detach(),
+        scale=1 / math.sqrt(query.shape[-1]),
+        extra=extra,
+        is_self=is_self,
+        masks=tuple(
+            functional.pad(one, (0, more), value=one.dtype == torch.bool) if more else one
+            for one, more in zip(visible, missing, strict=True)
+        ),
+    )
+
+
+def _tokens(
+    module: nn.Module, place: Place, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Tensor | None:
+    """The tokens that an attention was given: its first batch of vectors of the right width."""
+    width = place.layout.model if place.layout is not None else None
+    for value in (*args, *kwargs.values()):
+        if not isinstance(value, Tensor) or value.ndim != 3 or not value.is_floating_point():
+            continue
+        if width is None or value.shape[-1] == width:
+            value = _padded(value)[0] if value.is_nested else value
+            is_turned = isinstance(module, nn.MultiheadAttention) and not module.batch_first
+            return _local(value.transpose(0, 1) if is_turned else value).detach()
+    return None
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a distributed tensor: under tensor parallelism, its heads."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def remove_hook(handle: Any) -> None:
+    """Remove a hook wholly: torch 2.13 keeps a note of global ones, which torch.compile minds."""
+    handle.remove()
+    getattr(torch_module, "_global_forward_hooks_with_kwargs", {}).pop(handle.id, None)

@@ -1,0 +1,1 @@
+"""Theory against reality: predictions held against measurements."""

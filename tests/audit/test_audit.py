@@ -1,0 +1,495 @@
+"""An audit's numbers are those of the dense definition, of the live model and of drawn tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import cache
+from pathlib import Path
+from statistics import NormalDist
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.models.families import FAMILIES, built, shaken, watched
+from torch import Tensor, nn
+
+from locater import (
+    QKForm,
+    Rotary,
+    TokenProcess,
+    attention_entropy,
+    predicted_attention,
+    propagation,
+)
+from locater.audit import Audit, HeadRecord, audit_checkpoint, audit_model, named_process
+from locater.audit.heads import Grams, LogitDraws, null_of, rho_profile, spectral_columns
+from locater.audit.layers import Layers
+from locater.audit.table import judge
+from locater.errors import ConfigError, InputError, LocaterError
+from locater.models.live import discover, find_attention
+from locater.models.norms import norms
+
+TINY = (
+    "gpt2", "gpt_bigcode", "gptj", "gpt_neox", "opt", "bloom", "falcon, new", "llama", "mistral",
+    "qwen2", "qwen3", "gemma", "gemma2", "phi3", "bert", "roberta", "distilbert", "modernbert",
+    "vit", "clip", "t5", "bart", "whisper",
+)  # fmt: skip
+NORMED = (*TINY, "openai-gpt", "gpt_neo", "cohere", "stablelm", "olmo2", "siglip", "electra")
+SPECTRAL = (
+    "trace", "trace_of_square", "frobenius_squared", "mean", "variance", "spectral_norm",
+    "stable_rank", "asymmetry", "nonnormality", "dispersion", "xi", "eta", "r",
+)  # fmt: skip
+ROUNDING = {"rel": 1e-9, "abs": 1e-9}
+
+
+@cache
+def live(name: str) -> nn.Module:
+    return built(name)
+
+
+def row_values(row: HeadRecord) -> dict[str, object]:
+    return {k: v for k, v in row.to_dict().items() if not isinstance(v, str | tuple)}
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_saved_model_has_the_rows_of_the_live_one(name: str, tmp_path: Path) -> None:
+    model = live(name)
+    model.save_pretrained(tmp_path)
+    stored, running = audit_checkpoint(tmp_path, tokens=16), audit_model(model, tokens=16)
+    assert len(stored.rows) == len(running.rows) > 0
+    for ours, theirs in zip(
+        sorted(stored.rows, key=lambda row: (row.name, row.head)),
+        sorted(running.rows, key=lambda row: (row.name, row.head)),
+        strict=True,
+    ):  # some families store under other names than they run
+        assert (ours.part, ours.kv_head, ours.kind) == (theirs.part, theirs.kv_head, theirs.kind)
+        assert row_values(ours) == pytest.approx(row_values(theirs), **ROUNDING)
+        assert ours.rho == pytest.approx(theirs.rho, **ROUNDING)
+        assert ours.verdict == theirs.verdict
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_rows_are_the_statistics_of_the_dense_matrix(name: str) -> None:
+    model = live(name)
+    layers = Layers.of_model(model)
+    rows = iter(audit_model(model, tokens=16).rows)
+    for layout in layers.layouts:
+        form = layers.form(layout, layers.tensors(layout))
+        gains = layers.norms.get(layout.name)
+        raw = layout.form(layers.tensors(layout)).matrix()
+        if gains is not None:
+            gain = gains.gain(layers.tensors(layout))
+            raw = gain[:, None] * raw * gain
+        torch.testing.assert_close(form.matrix(), raw)
+        for dense in raw.detach():
+            row = next(rows)
+            rank = min(row.head_dim, row.model)
+            values = torch.linalg.eigvals(dense)
+            values = values[values.abs().argsort(descending=True)[:rank]]
+            singular = torch.linalg.svdvals(dense)[:rank]
+            size = dense.square().sum().item()
+            expected = {
+                "trace": dense.trace().item(),
+                "trace_of_square": (dense @ dense).trace().item(),
+                "frobenius_squared": size,
+                "mean": dense.trace().item() / rank,
+                "variance": (values - dense.trace() / rank).abs().square().mean().item(),
+                "spectral_norm": singular[0].item(),
+                "stable_rank": size / singular[0].item() ** 2,
+                "asymmetry": ((dense - dense.mT) / 2).square().sum().item() / size,
+                "nonnormality": size - values.abs().square().sum().item(),
+                "dispersion": rank * size - dense.trace().item() ** 2,
+                "xi": dense.trace().item() / math.sqrt(size),
+                "eta": math.sqrt(size) / row.temperature,
+                "r": dense.trace().item() / row.temperature,
+            }
+            assert set(expected) == set(SPECTRAL)
+            found = {column: getattr(row, column) for column in expected}
+            assert found == pytest.approx(expected, rel=1e-8, abs=1e-8 * size)
+            # singular values go through Gram matrices: half the digits for the smallest
+            assert row.singular_values == pytest.approx(singular.tolist(), abs=1e-7 * size**0.5)
+            ours = torch.complex(*map(torch.tensor, (row.eigenvalues_real, row.eigenvalues_imag)))
+            gap = (ours[:, None] - values.to(ours)).abs()
+            assert gap.amin(0).max() < 1e-5 * singular[0]
+    assert next(rows, None) is None
+
+
+@pytest.mark.parametrize("name", NORMED)
+def test_the_norm_before_an_attention_makes_what_it_reads(name: str) -> None:
+    model = live(name)
+    found, _ = discover(model)
+    shapes = {k: tuple(v.shape) for k, v in model.named_parameters()}
+    config = {"model_type": model.config.model_type}
+    before = norms(shapes, config, [one.layout for one in found])
+    outputs: dict[str, Tensor] = {}
+    handles = [
+        model.get_submodule(norm.weight.removesuffix(".weight")).register_forward_hook(
+            lambda module, inputs, output, at=at: outputs.__setitem__(at, output.detach())
+        )
+        for at, norm in before.items()
+    ]
+    with watched(found) as seen, torch.no_grad():
+        model(**FAMILIES[name].inputs())
+    for handle in handles:
+        handle.remove()
+    tensors = dict(model.named_parameters())
+    for at, norm in before.items():
+        read = seen[at].query_input
+        assert read is not None
+        assert torch.equal(outputs[at].reshape(read.shape), read)
+        shift = norm.shift(tensors)
+        unit = (read - (0 if shift is None else shift)) / norm.gain(tensors)
+        # LayerNorm's and RMSNorm's epsilon, at most 1e-5 here, is added to a variance near 1
+        torch.testing.assert_close(
+            unit.square().mean(-1), torch.ones(unit.shape[:-1]).to(unit), rtol=0, atol=1e-3
+        )
+
+
+TEXT = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 40,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}  # fmt: skip
+VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "image_size": 8,
+          "num_attention_heads": 4, "patch_size": 4}  # fmt: skip
+SEVERAL = {
+    "Nemotron": TEXT,
+    "PaliGemma": {"text_config": {"model_type": "gemma", **TEXT},
+                  "vision_config": {"model_type": "siglip_vision_model", **VISION}},
+    "Gemma3": {"text_config": {"model_type": "gemma3_text", **TEXT},
+               "vision_config": {"model_type": "siglip_vision_model", **VISION}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", SEVERAL)
+def test_gains_are_those_of_the_norms_in_every_tower(family: str) -> None:
+    import transformers
+
+    config = getattr(transformers, f"{family}Config")(**SEVERAL[family])
+    model = shaken(transformers.AutoModel.from_config(config))
+    layers = Layers.of_model(model)
+    assert len(layers.norms) == (2 if family == "Nemotron" else 4)
+    given = torch.randn(32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    unit = (given - given.mean()) / given.std(correction=0)
+    for layout in layers.layouts:
+        norm = layers.norms.get(layout.name)
+        if norm is None:  # SigLIP's pooling, whose place is not certain
+            continue
+        tensors = layers.tensors(layout)
+        gain, shift = layers.gain(layout, tensors)
+        assert gain is not None
+        name = norm.weight.removesuffix(".weight")
+        (own,) = (one for at, one in model.named_modules() if at.endswith(name))
+        with torch.no_grad():
+            made = own(unit) - (0 if shift is None else shift)
+        torch.testing.assert_close(unit * gain, made, rtol=1e-4, atol=1e-4)  # its epsilon
+
+
+def test_norms_are_found_where_their_place_is_certain() -> None:
+    known = {name: len(Layers.of_model(live(name)).norms) for name in TINY}
+    assert [name for name, count in known.items() if not count] == [
+        "opt", "t5", "bart", "whisper",
+    ]  # fmt: skip
+
+
+def test_gains_can_be_left_out() -> None:
+    model = live("llama")
+    raw = find_attention(model)[0].form().spectrum()
+    row = audit_model(model, tokens=16, gains=False).rows[0]
+    assert row.trace == pytest.approx(raw.trace[0].item())
+    assert row.trace != pytest.approx(audit_model(model, tokens=16).rows[0].trace)
+
+
+def some_form(seed: int = 0, *, bias: bool = False, distances: int = 0) -> QKForm:
+    generator = torch.Generator().manual_seed(seed)
+    query, key = torch.randn(2, 3, 4, 10, generator=generator, dtype=torch.float64) / 2
+    form = QKForm(query, key, 2.0)
+    if bias:
+        form = dataclasses.replace(form, query_bias=torch.randn(3, 4, generator=generator).double())
+    if distances:
+        slope = torch.tensor([0.0, 0.1, 0.3], dtype=torch.float64)
+        form = dataclasses.replace(form, distance_bias=-slope[:, None] * torch.arange(distances))
+    return form
+
+
+def some_process(tokens: int = 12, *, mean: bool = False, sigma: bool = False) -> TokenProcess:
+    generator = torch.Generator().manual_seed(7)
+    root = torch.randn(10, 10, generator=generator, dtype=torch.float64) / 3
+    covariance = root @ root.mT + torch.eye(10, dtype=torch.float64) if sigma else None
+    means = torch.randn(tokens, 10, generator=generator, dtype=torch.float64) if mean else None
+    kernel = named_process("unit-walk", tokens).kernel
+    return TokenProcess(kernel, covariance, means)
+
+
+CASES = [
+    (some_form(), some_process()),
+    (some_form(bias=True), some_process()),
+    (some_form(distances=12), some_process()),
+    (some_form(bias=True, distances=12), some_process(mean=True, sigma=True)),
+]
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
+@pytest.mark.parametrize("method", ["gaussian", "exact"])
+def test_rho_is_that_of_the_theory(case: int, method: str) -> None:
+    form, process = CASES[case]
+    grams = Grams.of(form, process.covariance)
+    moments = grams.moments(form, process, is_cross=False)
+    ours = rho_profile(moments, method=method)  # type: ignore[arg-type]
+    theirs = propagation(form, process, method=method)  # type: ignore[arg-type]
+    torch.testing.assert_close(ours.rho, theirs.rho, rtol=0, atol=1e-9)
+
+
+Z_LIMIT = NormalDist().inv_cdf(1 - 1e-6 / (2 * 12))  # 1 false alarm in 10⁶, 4 cases of 3 heads
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_entropy_is_that_of_drawn_tokens(case: int) -> None:
+    form, process = CASES[case]
+    moments = Grams.of(form, process.covariance).moments(form, process, is_cross=False)
+    entropy, error, bound = LogitDraws.of(process, draws=4000).entropy(moments)
+    tokens = process.sample(4000, model=10, generator=torch.Generator().manual_seed(3))
+    query = tokens[:, None, -1:] @ form.query.mT
+    query = query if form.query_bias is None else query + form.query_bias[:, None]
+    logits = (query @ (tokens[:, None] @ form.key.mT).mT)[..., 0, :] / form.temperature
+    if form.distance_bias is not None:
+        logits = logits + form.distance_bias[:, :12].flip(-1)
+    sample = attention_entropy(logits.softmax(-1))
+    deviation = (error.square() + sample.var(0) / len(sample)).sqrt()
+    assert ((entropy - sample.mean(0)).abs() < Z_LIMIT * deviation).all()
+    assert (bound <= entropy).all() and (bound > 0).all()
+    assert (deviation < 0.05).all()  # the resolution, in nats
+    # a twin: tokens of twice the size have another entropy
+    other = Grams.of(form, process.covariance)
+    doubled = dataclasses.replace(form, temperature=form.temperature / 2)
+    louder, _, _ = LogitDraws.of(process, draws=4000).entropy(
+        other.moments(doubled, process, is_cross=False)
+    )
+    assert ((louder - sample.mean(0)).abs() > Z_LIMIT * deviation).any()
+
+
+def test_cross_attention_asks_with_tokens_of_its_own() -> None:
+    form, process = CASES[0]
+    moments = Grams.of(form).moments(form, process, is_cross=True)
+    rho = rho_profile(moments, method="gaussian").rho
+    assert rho[:, 0].allclose(rho[:, -1])  # no token is the query's own
+    self_rho = rho_profile(Grams.of(form).moments(form, process, is_cross=False), method="gaussian")
+    assert not self_rho.rho[:, 0].allclose(self_rho.rho[:, -1])
+
+
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_an_offset_turns_the_keys(layout: str) -> None:
+    rotary = Rotary.from_base(4, base=100.0, layout=layout)  # type: ignore[arg-type]
+    form = dataclasses.replace(some_form(), rotary=rotary)
+    ask = rotary.turn(form.query.mT, rotary.phases(torch.tensor(8.0).double())).mT
+    answer = rotary.turn(form.key.mT, rotary.phases(torch.tensor(5.0).double())).mT
+    dense = ask.mT @ answer  # a query at 8 and a key at 5
+    columns = spectral_columns(Grams.of(form, offset=3), 2.0, eigenvalues=True)
+    trace = dense.diagonal(dim1=-2, dim2=-1).sum(-1)
+    torch.testing.assert_close(columns["trace"], trace)
+    torch.testing.assert_close(columns["frobenius_squared"], dense.square().sum((-2, -1)))
+    torch.testing.assert_close(columns["singular_values"], torch.linalg.svdvals(dense)[:, :4])
+    assert not Grams.of(form).trace.allclose(trace)
+
+
+def test_shared_keys_are_multiplied_once_and_count_for_each_head() -> None:
+    form = some_form()
+    shared = QKForm(
+        torch.cat((form.query, form.query * 2)), form.key.repeat_interleave(2, 0), form.temperature
+    )
+    ours = Grams.of(shared, share=2)
+    torch.testing.assert_close(ours.frobenius_squared, shared.frobenius_squared())
+    torch.testing.assert_close(ours.trace_of_square, shared.trace_of_square())
+    torch.testing.assert_close(ours.trace, shared.trace())
+
+
+@pytest.mark.statistical
+def test_the_null_of_the_trace_is_exact() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key = torch.randn(2, 20_000, 4, 6, generator=generator, dtype=torch.float64)
+    query, key = query * 0.3, key * 2
+    grams = Grams.of(QKForm(query, key, 1.0))
+    predicted = (0.09 * 24) * (4 * 24) / 24  # E‖Q‖² E‖K‖² / (head · model)
+    # Var(tr²)/n with E tr⁴ from the sample; 4.9 standard errors is 1 in 10⁶
+    squares = grams.trace.square()
+    error = squares.std().item() / math.sqrt(len(squares))
+    assert abs(squares.mean().item() - predicted) < 4.9 * error < 0.1 * predicted
+    frobenius = grams.frobenius_squared
+    expected = (0.09 * 24) * (4 * 24) / 4
+    error = frobenius.std().item() / math.sqrt(len(frobenius))
+    assert abs(frobenius.mean().item() - expected) < 4.9 * error < 0.1 * expected
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize(("head", "model"), [(4, 6), (8, 64), (6, 4)])
+def test_the_null_of_spread_and_norm_is_that_of_drawn_factors(head: int, model: int) -> None:
+    null = null_of(head, model, draws=4000)
+    generator = torch.Generator().manual_seed(1)
+    query, key = torch.randn(2, 4000, head, model, generator=generator, dtype=torch.float64)
+    query, key = (part / math.sqrt(head * model) for part in (query, key))
+    columns = spectral_columns(Grams.of(QKForm(query, key, 1.0)), 1.0, eigenvalues=True)
+    for sample, mean, deviation in (
+        (columns["variance"].sqrt(), null.spread, null.spread_deviation),
+        (columns["spectral_norm"], null.norm, null.norm_deviation),
+    ):
+        error = math.sqrt((sample.var().item() + deviation**2) / 4000)
+        assert abs(sample.mean().item() - mean) < 5.3 * error < 0.1 * mean
+        assert sample.std().item() == pytest.approx(deviation, rel=0.15)
+
+
+def test_a_fresh_model_looks_like_the_null_and_a_bent_one_does_not() -> None:
+    from transformers import GPT2Config, GPT2Model
+
+    with torch.random.fork_rng():
+        torch.random.default_generator.manual_seed(0)
+        model = GPT2Model(GPT2Config(n_embd=128, n_head=8, n_layer=8, vocab_size=16))
+    audit = audit_model(model, tokens=32)
+    assert len(audit.rows) == 64
+    for column, deviation in (("trace_z", 1.0), ("spread_z", 1.2), ("norm_z", 1.2)):
+        values = torch.tensor([getattr(row, column) for row in audit.rows])
+        # mean 0 and deviation 1 over 64 heads; the null itself has 48 draws
+        assert abs(values.mean().item()) < 5 * deviation * math.sqrt(1 / 64 + 1 / 48)
+        assert 0.6 < values.std().item() < 1.6
+    with torch.no_grad():  # keys that look at the queries' own directions
+        weight = model.h[0].attn.c_attn.weight
+        weight[:, 128:256] += weight[:, :128]
+    bent = [row for row in audit_model(model, tokens=32).rows if row.layer == 0]
+    assert all(row.trace_z > 10 for row in bent)
+
+
+def test_verdicts_follow_their_rules() -> None:
+    def verdict(scale: float, process: str, tokens: int = 64) -> set[str]:
+        layer = nn.MultiheadAttention(32, 4, bias=False)
+        with torch.no_grad():
+            generator = torch.Generator().manual_seed(0)
+            layer.in_proj_weight.copy_(torch.randn(96, 32, generator=generator) * scale)
+        audit = audit_model(layer, tokens=tokens, process=process)
+        return {row.verdict for row in audit.rows}
+
+    assert verdict(0.3, "unit-walk") == {"healthy"}
+    assert verdict(0.02, "unit-walk") == {"rank-collapse risk"}
+    assert verdict(5.0, "independent") == {"entropy-collapse risk"}
+    assert verdict(5.0, "random-walk") == {"entropy-collapse risk"}
+    assert judge(entropy=2.0, entropy_bound=0.0, peak=0.05, tokens=64)[0] == "vanishing signal"
+    word, reason = judge(entropy=2, entropy_bound=0, peak=1, tokens=64, qk_norm=True)
+    assert word == "not judged" and "normalized" in reason
+
+
+def test_a_zero_form_is_no_error() -> None:
+    layer = nn.MultiheadAttention(8, 2, bias=False)
+    nn.init.zeros_(layer.in_proj_weight)
+    rows = audit_model(layer, tokens=8).rows
+    assert {row.verdict for row in rows} == {"rank-collapse risk"}
+    assert rows[0].xi is None and rows[0].stable_rank is None
+    assert rows[0].entropy == pytest.approx(math.log(8))
+    Audit.from_json(audit_model(layer, tokens=8).to_json())
+
+
+def test_measured_tokens_replace_the_assumed_ones() -> None:
+    model = live("llama")
+    name = find_attention(model)[0].layout.name
+    generator = torch.Generator().manual_seed(0)
+    root = torch.randn(32, 32, generator=generator, dtype=torch.float64)
+    process = TokenProcess.random_walk(16, covariance=root @ root.mT)
+    audit = audit_model(model, tokens=16, processes={name: process})
+    measured = [row for row in audit.rows if row.name == name]
+    form = find_attention(model)[0].form()
+    expected = form.spectrum(process.covariance)
+    assert [row.trace for row in measured] == pytest.approx(expected.trace.tolist())
+    assert "measured tokens of 1 layers" in audit.process
+    with pytest.raises(ConfigError, match="different lengths: 16, 32"):
+        audit_model(model, tokens=32, processes={name: process})
+
+
+def test_without_eigenvalues_only_what_needs_them_is_missing() -> None:
+    model = live("gpt2")
+    with_them, without = (audit_model(model, tokens=16, eigenvalues=on) for on in (True, False))
+    missing = {"variance", "spectral_norm", "stable_rank", "nonnormality"}
+    missing |= {"spread_ratio", "spread_z", "norm_ratio", "norm_z"}
+    for one, other in zip(with_them.rows, without.rows, strict=True):
+        for column, value in row_values(other).items():
+            assert (value is None) == (column in missing)
+            assert value is None or value == getattr(one, column)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"process": "dance"}, "unknown process 'dance'"),
+        ({"offset": -1}, "offset must be zero or more"),
+        ({"method": "magic"}, "unknown method 'magic'"),
+        ({"length": 3}, "unknown setting 'length'"),
+        ({"tokens": 1}, "at least 2 tokens"),
+    ],
+)
+def test_wrong_settings_say_what_is_right(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        audit_model(nn.MultiheadAttention(8, 2), **settings)
+
+
+def test_models_without_attention_say_what_was_seen(tmp_path: Path) -> None:
+    with pytest.raises(LocaterError, match=r"no recipe finds queries and keys .* weight") as caught:
+        audit_model(nn.Linear(4, 4))
+    assert "Recipe(" in str(caught.value)
+    save_file({"strange.<b>.thing": torch.zeros(3, 3)}, tmp_path / "model.safetensors")
+    with pytest.raises(LocaterError, match=r"strange\.<b>\.thing"):
+        audit_checkpoint(tmp_path)
+
+
+def test_turned_keys_of_measured_tokens_have_each_their_own_distance() -> None:
+    model = live("llama")
+    first = find_attention(model)[0]
+    generator = torch.Generator().manual_seed(0)
+    root = torch.randn(32, 32, generator=generator, dtype=torch.float64) / 3
+    mean = torch.randn(16, 32, generator=generator, dtype=torch.float64)
+    process = dataclasses.replace(
+        TokenProcess.random_walk(16, covariance=root @ root.mT), mean=mean
+    )
+    audit = audit_model(model, tokens=16, processes={first.layout.name: process})
+    rows = [row for row in audit.rows if row.name == first.layout.name]
+    form = first.form(distances=16)
+    assert form.rotary is not None
+    exact = propagation(form, process, method="gaussian").rho
+    torch.testing.assert_close(torch.tensor([row.rho for row in rows]).double(), exact)
+    law = predicted_attention(form, process, law="exact", draws=4000)
+    for row, entropy, error in zip(rows, law.entropy, law.entropy_error, strict=True):
+        assert row.entropy is not None and row.entropy_error is not None
+        deviation = math.hypot(row.entropy_error, error.item())
+        assert abs(row.entropy - entropy.item()) < Z_LIMIT * deviation
+    still = propagation(dataclasses.replace(form, rotary=None), process, method="gaussian").rho
+    assert (still - exact).abs().max() > 0.05  # a twin: at one distance it is another head
+
+
+def test_layers_that_the_config_counts_and_the_file_lacks_are_named(tmp_path: Path) -> None:
+    model = built("llama")
+    model.save_pretrained(tmp_path)
+    kept = {k: v for k, v in model.state_dict().items() if "layers.1." not in k}
+    save_file(kept, tmp_path / "model.safetensors")
+    audit = audit_checkpoint(tmp_path, tokens=8)
+    (skipped,) = audit.skipped
+    assert skipped.name == "layer 1" and "counts 2 layers" in skipped.reason
+    assert "1 could not be read" in audit.summary
+
+
+def test_a_norm_of_nan_is_skipped_and_named(tmp_path: Path) -> None:
+    model = built("llama")
+    with torch.no_grad():
+        model.layers[1].input_layernorm.weight[0] = math.nan
+    audit = audit_model(model, tokens=8)
+    (skipped,) = audit.skipped
+    assert "norm before" in skipped.reason and {row.layer for row in audit.rows} == {0}
+
+
+def test_a_layer_of_nan_is_skipped_and_named(tmp_path: Path) -> None:
+    model = built("llama")
+    with torch.no_grad():
+        model.layers[1].self_attn.k_proj.weight[0, 0] = math.nan
+    model.save_pretrained(tmp_path)
+    for audit in (audit_checkpoint(tmp_path, tokens=8), audit_model(model, tokens=8)):
+        assert {row.layer for row in audit.rows} == {0}
+        (skipped,) = audit.skipped
+        assert skipped.name.endswith("layers.1.self_attn") and "NaN" in skipped.reason
+        assert "1 could not be read" in audit.summary
+    with torch.no_grad():
+        model.layers[0].self_attn.q_proj.weight.fill_(math.inf)
+    with pytest.raises(InputError, match=r"no attention .* could be read.*NaN or infinite"):
+        audit_model(model, tokens=8)

@@ -1,0 +1,275 @@
+"""Damaged, hostile or missing files: each says what is wrong and what to do, and nothing runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from locater import LocaterError, audit_checkpoint
+from locater.checkpoints.open import open_checkpoint
+
+# indices
+
+
+def index(folder: Path, homes: Any) -> Path:
+    save_file({"a": torch.ones(2)}, folder / "one.safetensors")
+    path = folder / "model.safetensors.index.json"
+    path.write_text(json.dumps({"weight_map": homes}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("homes", "message", "hint"),
+    [
+        ({"a": "two.safetensors"}, "names two.safetensors, which is not there", "git lfs pull"),
+        (
+            {"a": "two.safetensors", "b": "three.safetensors"},
+            "names three.safetensors, which is not there, nor are 1 other",
+            "download the missing shards",
+        ),
+        ({"b": "one.safetensors"}, "says that one.safetensors holds b, and it does not", "again"),
+        ({"a": "../one.safetensors"}, "names the shard '../one.safetensors'", "do not trust"),
+        ({"a": "x/../../one.safetensors"}, "which is not a file of its folder", "do not trust"),
+        ({"a": "/etc/passwd"}, "names the shard '/etc/passwd'", "do not trust"),
+        ({"a": "..\\one.safetensors"}, "which is not a file of its folder", "do not trust"),
+        ({"a": "C:one.safetensors"}, "which is not a file of its folder", "do not trust"),
+        ({"a": 3}, "names the shard 3", "do not trust"),
+        ({}, "has no weight_map", "download"),
+        ([], "has no weight_map", "download"),
+    ],
+)
+def test_an_index_that_is_wrong_is_refused(
+    tmp_path: Path, homes: Any, message: str, hint: str
+) -> None:
+    index(tmp_path, homes)
+    with pytest.raises(LocaterError, match=message) as caught:
+        open_checkpoint(tmp_path)
+    assert hint in str(caught.value.hint)
+
+
+def test_a_right_index_is_read_and_one_bad_shard_closes_the_others(tmp_path: Path) -> None:
+    index(tmp_path, {"a": "one.safetensors"})
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.shapes == {"a": (2,)}
+    (tmp_path / "two.safetensors").write_bytes((10**18).to_bytes(72, "little"))
+    index(tmp_path, {"a": "one.safetensors", "b": "two.safetensors"})
+    with pytest.raises(LocaterError, match=r"two\.safetensors claims a header"):
+        open_checkpoint(tmp_path)  # a file left open would be a ResourceWarning, hence an error
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "is not JSON"), ("[1]", "must hold a JSON object, but it holds a list")],
+)
+def test_documents_that_are_no_json_objects_are_refused(
+    tmp_path: Path, name: str, text: str, message: str
+) -> None:
+    index(tmp_path, {"a": "one.safetensors"})
+    (tmp_path / name).write_text(text)
+    with pytest.raises(LocaterError, match=f"{name} {message}"):
+        open_checkpoint(tmp_path)
+
+
+# pickles
+
+
+class Bomb:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return (Path.touch, (self.path,))
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_pickle_that_would_run_code_is_refused_and_does_not_run(
+    tmp_path: Path, zipped: bool, sharded: bool
+) -> None:
+    marker = tmp_path / "ran"
+    state = {"a": torch.ones(2), "b": Bomb(marker)}
+    name = "shard.bin" if sharded else "pytorch_model.bin"
+    torch.save(state, tmp_path / name, _use_new_zipfile_serialization=zipped)
+    if sharded:
+        homes = {"weight_map": {"a": name}}
+        (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(homes))
+    with pytest.raises(LocaterError, match="is refused, for reading it may run code") as caught:
+        open_checkpoint(tmp_path)
+    assert "Unsupported global" in caught.value.message and "touch" not in str(caught.value.hint)
+    assert "safetensors.torch.save_file" in str(caught.value.hint)
+    assert "\x1b" not in str(caught.value)  # torch writes its own advice in bold
+    assert not marker.exists()
+    torch.load(tmp_path / name, weights_only=False)  # noqa: TID251  # it would have run
+    assert marker.exists()
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_a_bare_pickle_does_not_run_either(tmp_path: Path, protocol: int) -> None:
+    marker = tmp_path / "ran"
+    (tmp_path / "model.pt").write_bytes(pickle.dumps(Bomb(marker), protocol=protocol))
+    with pytest.raises(LocaterError, match=r"is refused.*: Unsupported|is damaged"):
+        open_checkpoint(tmp_path / "model.pt")
+    assert not marker.exists()
+
+
+def test_whole_models_and_files_without_tensors_are_refused(tmp_path: Path) -> None:
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "model.pt")
+    with pytest.raises(LocaterError, match="may run code"):
+        open_checkpoint(tmp_path / "model.pt")
+    torch.save({"epoch": 3, "lr": 0.1}, tmp_path / "log.pt")
+    with pytest.raises(LocaterError, match=r"holds no tensors .* it holds epoch, lr"):
+        open_checkpoint(tmp_path / "log.pt")
+    torch.save([1, 2], tmp_path / "list.pt")
+    with pytest.raises(LocaterError, match="holds a list, not a state dict"):
+        open_checkpoint(tmp_path / "list.pt")
+
+
+# folders and the file system
+
+
+def test_empty_and_crowded_folders_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(LocaterError, match="holds no checkpoint; it holds nothing"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "README.md").touch()
+    with pytest.raises(LocaterError, match=r"holds no checkpoint; it holds README\.md"):
+        open_checkpoint(tmp_path)
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).touch()
+    with pytest.raises(LocaterError, match=r"holds 2 checkpoints: a\.gguf, b\.gguf") as caught:
+        open_checkpoint(tmp_path)
+    assert caught.value.hint == "give the path of the one that you mean."
+
+
+def test_a_model_without_layers_shows_what_it_has(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 0}')
+    save_file({"model.embed_tokens.weight": torch.ones(4, 2)}, tmp_path / "model.safetensors")
+    with pytest.raises(LocaterError, match=r"no recipe finds .* model\.embed_tokens\.weight"):
+        audit_checkpoint(tmp_path)
+    save_file({}, tmp_path / "model.safetensors")
+    with pytest.raises(LocaterError, match=r"no recipe finds .*: \(none\)"):
+        audit_checkpoint(tmp_path)
+
+
+def test_weights_before_a_parametrization_are_not_taken_for_the_weights(tmp_path: Path) -> None:
+    attention = torch.nn.ModuleDict(
+        {"q_proj": torch.nn.Linear(4, 4), "k_proj": torch.nn.Linear(4, 4)}
+    )
+    layers = torch.nn.ModuleDict({"0": attention})
+    torch.nn.utils.parametrizations.spectral_norm(attention["q_proj"])
+    path, settings = tmp_path / "model.safetensors", {"num_attention_heads": 2}
+    save_file(layers.state_dict(prefix="layers."), path)
+    with pytest.raises(LocaterError, match=r"layers\.0: .*before a parametrization.*live model"):
+        audit_checkpoint(path, config=settings, tokens=4)
+    torch.nn.utils.parametrize.remove_parametrizations(attention["q_proj"], "weight")
+    save_file(layers.state_dict(prefix="layers."), path)
+    assert len(audit_checkpoint(path, config=settings, tokens=4).rows) == 2
+
+
+def test_a_folder_that_lacks_a_shard_says_which(tmp_path: Path) -> None:
+    (tmp_path / "model-00001-of-00003.safetensors").touch()
+    (tmp_path / "model-00003-of-00003.safetensors").touch()
+    with pytest.raises(LocaterError, match="lacks shard 2 of 3"):
+        open_checkpoint(tmp_path)
+
+
+def test_paths_that_lead_nowhere_are_named(tmp_path: Path) -> None:
+    with pytest.raises(LocaterError, match=r"nowhere does not exist.\nhint: give a folder, a file"):
+        open_checkpoint(tmp_path / "nowhere")
+    with pytest.raises(LocaterError, match="gpt2 does not exist"):
+        open_checkpoint("gpt2")
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "gone")
+    with pytest.raises(LocaterError, match=r"model\.safetensors does not exist"):
+        open_checkpoint(tmp_path)
+    with pytest.raises(LocaterError, match="cannot read"):
+        open_checkpoint("a\0b")
+
+
+def test_symbolic_links_that_lead_back_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "model.safetensors")
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        with pytest.raises(LocaterError, match="a symbolic link that leads back to itself"):
+            open_checkpoint(path)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(LocaterError, match="is not a regular file"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_file_that_may_not_be_read_says_how_to_allow_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(2)}, path)
+
+    def denied(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "open", denied)
+    with pytest.raises(LocaterError, match="permission denied") as caught:
+        open_checkpoint(path)
+    assert caught.value.hint == f"run: chmod u+r {path}"
+    monkeypatch.undo()
+    monkeypatch.setattr(Path, "iterdir", denied)
+    with pytest.raises(LocaterError, match="permission denied"):
+        open_checkpoint(tmp_path)
+
+
+def test_base_without_an_adapter_is_a_caveat(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    with open_checkpoint(tmp_path, base="b", config={"n_head": 1}) as checkpoint:
+        unused = f"a base was given and not used: {tmp_path} is not an adapter"
+        assert checkpoint.caveats == (unused,)
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        {"rope_scaling": "linear", "rope_parameters": None},
+        {"rope_theta": "abc", "rope_parameters": None},
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0}},
+        {"layer_types": 3},
+        {"num_key_value_heads": "x"},
+        {"num_attention_heads": [4]},
+        {"head_dim": {"a": 1}},
+    ],
+)
+def test_values_of_a_config_that_make_no_sense_are_no_crash(
+    nonsense: dict[str, Any], tmp_path: Path
+) -> None:
+    from tests.models.families import built
+
+    built("llama").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | nonsense))
+    try:
+        audit = audit_checkpoint(tmp_path, tokens=8)
+    except LocaterError as error:
+        assert error.hint
+    else:  # what does not matter may be anything
+        assert audit.rows
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_a_pickle_that_is_called_safetensors_is_refused(is_zip: bool, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    torch.save({"a": torch.zeros(2)}, path, _use_new_zipfile_serialization=is_zip)
+    with pytest.raises(LocaterError, match=r"named \.safetensors, but it is a pickle"):
+        audit_checkpoint(path)
+
+
+def test_too_many_tokens_are_refused_before_their_kernel_is_made() -> None:
+    with pytest.raises(LocaterError, match="131,072 tokens are too many"):
+        audit_checkpoint("nowhere", tokens=131_072)

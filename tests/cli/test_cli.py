@@ -1,0 +1,151 @@
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from locater import QKForm, TokenProcess, propagation
+from locater.cli import main
+from locater.cli.entry import _COMMANDS
+from locater.cli.terminal import print_json
+from locater.files import write_file
+
+THEORY = ["theory", "--xi", "5", "--eta", "0.1", "--tokens", "40", "--dim", "128"]
+
+
+def test_help_lists_every_command_without_importing_torch() -> None:
+    script = (
+        "import sys; from locater.cli import main; code = main(['--help']); "
+        "assert code == 0; assert 'torch' not in sys.modules and 'tyro' not in sys.modules"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert all(name in result.stdout for name in _COMMANDS)
+
+
+@pytest.mark.parametrize("command", _COMMANDS)
+def test_help_of_a_command_ends_in_its_example_and_offers_json(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "--json" in out
+    assert out.rstrip().endswith(_COMMANDS[command][1])
+
+
+def test_theory_prints_the_numbers_of_the_library(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*THEORY, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    exact = [record["rho"] for record in data["curves"] if record["curve"].startswith("exact")]
+    form = QKForm.from_xi_eta(5.0, 0.1, dim=128)
+    assert exact == propagation(form, TokenProcess.random_walk(40)).rho.tolist()
+    assert data["regime"] == "late"
+
+
+def test_theory_without_a_file_is_a_table_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(THEORY) == 0
+    captured = capsys.readouterr()
+    assert "as printed" in captured.out
+    assert "regime: late" in captured.out
+    assert captured.err == ""
+    assert max(map(len, captured.out.splitlines())) <= 100
+
+
+def test_theory_knows_other_processes(capsys: pytest.CaptureFixture[str]) -> None:
+    regimes = {}
+    for process in ("random-walk", "autoregressive", "independent"):
+        assert main([*THEORY, "--process", process, "--json"]) == 0
+        regimes[process] = json.loads(capsys.readouterr().out)["tokens_on"]
+    assert regimes == {"random-walk": 22, "autoregressive": 40, "independent": 40}
+
+
+@pytest.mark.parametrize(
+    ("suffix", "opening"),
+    [(".html", b"<!DOCTYPE html>"), (".svg", b"<svg"), (".png", b"\x89PNG"), (".pdf", b"%PDF")],
+)
+def test_theory_draws_in_every_format(suffix: str, opening: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "made" / f"figure{suffix}"
+    assert main([*THEORY, "--out", str(path)]) == 0
+    assert path.read_bytes().lstrip().startswith(opening)
+    assert suffix != ".html" or b"https://cdn" not in path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ([], 2, ""),
+        (["dance"], 2, "unknown command 'dance'"),
+        (["theory", "--xi", "5"], 2, "--eta"),
+        (["theory", "--xi", "5", "--eta", "x"], 2, "x"),
+        (["theory", "--xi", "50", "--eta", "1"], 1, "hint: Eq. 5 asks for"),
+        ([*THEORY, "--tokens", "1"], 1, "at least 2 tokens"),
+        ([*THEORY, "--out", "figure.bmp"], 1, "cannot write a figure as 'figure.bmp'"),
+        ([*THEORY, "--out", "/proc/nowhere/figure.svg"], 1, "cannot write"),
+        (["reproduce", "--only", "fig99"], 1, "unknown part 'fig99'"),
+    ],
+)
+def test_mistakes_have_an_exit_code_and_say_what_to_do(
+    arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == code
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", ["theory --xi 5 --eta 0.1 --json", "sweep --help", "--help"])
+def test_a_closed_pipe_is_no_error(line: str) -> None:
+    command = f"{sys.executable} -m locater.cli {line} | true"
+    result = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert (result.stdout, result.stderr) == ("", "")
+
+
+def test_json_has_null_where_a_number_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"xi": math.nan, "rows": [1.0, math.inf]})
+    assert json.loads(capsys.readouterr().out) == {"xi": None, "rows": [1.0, None]}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["audit", "no-model", "--out", "map.jpg"],
+        ["audit", "no-model", "--out", "map.svg", "--color", "mood"],
+        ["probe", "no-model", "--text", "no-text", "--out", "page.doc"],
+        ["simulate", "fig5", "--out", "figure"],
+        ["sweep", "fig6-cpu", "--figure", "figure.bmp"],
+        ["audit", ""],
+    ],
+)
+def test_flags_that_cannot_work_are_refused_before_the_work(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 1
+    told = capsys.readouterr().err
+    assert any(word in told for word in ("cannot write", "no map", "no checkpoint is named"))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs the device /dev/full (Linux)")
+def test_output_that_does_not_fit_is_an_error_of_one_line() -> None:
+    command = f"{sys.executable} -m locater.cli theory --xi 5 --eta 0.1 --json > /dev/full"
+    result = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: the output cannot be written: No space left")
+
+
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    found: list[str] = []
+    reader = threading.Thread(target=lambda: found.append(pipe.read_text()))
+    reader.start()
+    write_file(pipe, "rows")
+    reader.join()
+    assert found == ["rows"] and pipe.is_fifo()
+
+
+def test_names_from_files_move_no_cursor(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", "nowhere/\x1b[2J\x07"]) == 1
+    told = capsys.readouterr().err
+    assert "\x1b" not in told and "\x07" not in told and "\nhint: " in told

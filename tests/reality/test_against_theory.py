@@ -1,0 +1,284 @@
+"""Theory against reality: exact on Gaussian tokens, honest about held-out text."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from locater import (
+    ConfigError,
+    InputError,
+    LocaterError,
+    Probe,
+    TokenProcess,
+    find_attention,
+    propagation,
+)
+from locater.cli import main
+from locater.models.loading import load_model, read_text, text_blocks
+from locater.reality.against_theory import (
+    RealityConfig,
+    against_theory,
+    measure,
+    measured_processes,
+)
+from locater.reality.records import Reality, rank_correlation
+
+QUICK = RealityConfig(draws=200, exact=False, batch=500)
+
+
+class Attentive(nn.Module):
+    """A model whose tokens are its inputs: the theory's assumptions hold."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.self_attn = nn.MultiheadAttention(12, 2, batch_first=True)
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.data.copy_(0.5 * noise)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        result: Tensor = self.self_attn(tokens, tokens, tokens, need_weights=False)[0]
+        return result
+
+
+def gaussian_tokens(count: int, seed: int) -> tuple[TokenProcess, Tensor]:
+    generator = torch.Generator().manual_seed(99)
+    root = torch.randn(12, 12, generator=generator, dtype=torch.float64)
+    mean = torch.randn(8, 12, generator=generator, dtype=torch.float64)
+    process = TokenProcess.autoregressive(8, 0.7, covariance=root @ root.mT / 12)
+    process = replace(process, mean=0.5 * mean)
+    return process, process.sample(count, generator=torch.Generator().manual_seed(seed)).float()
+
+
+@pytest.mark.statistical  # resolution: 0.03 of ρ at every position
+def test_gaussian_tokens_are_predicted_to_the_noise_of_counting(seed: int) -> None:
+    model = Attentive(0)
+    process, tokens = gaussian_tokens(8000, seed)
+    (layer,) = against_theory(model, tokens, replace(QUICK, exact=True)).layers
+    (attention,) = find_attention(model)
+    true = propagation(attention.form(), process).rho.detach()
+    # counting 4,000 blocks is binomial around the exact ρ of the true process
+    error = (true * (1 - true) / 4000).sqrt().clamp_min(1 / 4000)
+    limit = NormalDist().inv_cdf(1 - 1e-6 / (2 * true.numel()))
+    assert ((layer.measured.profile.rho - true).abs() < limit * error).all()
+    # estimated moments say more than as many counts, so their ρ is at least as near
+    for column in ("exact", "full", "given_query"):
+        predicted = layer.predictions[column].profile.rho
+        assert ((predicted - true).abs() < limit * error).all()
+        assert layer.rho_error(column).mean() < 3 * layer.rho_noise.mean()
+    assert layer.rho_error("printed").mean() > 10 * layer.rho_noise.mean()
+    drawn = layer.predictions["full"].entropy
+    assert drawn is not None
+    noise = layer.measured.entropy_error * math.sqrt(4000 / 200 + 2)
+    assert ((drawn - layer.measured.entropy).abs() < limit * noise).all()
+    assert layer.logit_gap < 1e-4
+    assert layer.explained > 0.95
+
+
+def test_held_out_blocks_never_reach_a_prediction() -> None:
+    model = Attentive(1)
+    _, tokens = gaussian_tokens(400, 0)
+    changed_test, changed_train = tokens.clone(), tokens.clone()
+    changed_test[200:] *= 3
+    changed_train[:200] *= 3
+    plain, later, earlier = (
+        against_theory(model, blocks, QUICK).layers[0]
+        for blocks in (tokens, changed_test, changed_train)
+    )
+    for column, prediction in plain.predictions.items():
+        assert torch.equal(prediction.profile.rho, later.predictions[column].profile.rho)
+        if column not in ("printed", "walk"):
+            other = earlier.predictions[column].profile.rho
+            assert not torch.equal(prediction.profile.rho, other)
+    assert torch.equal(plain.measured.profile.rho, earlier.measured.profile.rho)
+    assert not torch.equal(plain.measured.profile.rho, later.measured.profile.rho)
+    assert torch.equal(plain.in_sample.entropy, later.in_sample.entropy)
+
+
+def test_fewer_blocks_change_the_estimate_and_not_the_measurement() -> None:
+    model = Attentive(1)
+    _, tokens = gaussian_tokens(400, 0)
+    few = against_theory(model, tokens, replace(QUICK, estimate_blocks=40))
+    all_ = against_theory(model, tokens, QUICK)
+    assert (few.estimated_on, few.measured_on) == (40, 200)
+    assert torch.equal(few.layers[0].measured.entropy, all_.layers[0].measured.entropy)
+    other = against_theory(model, tokens, QUICK, other=tokens[:100])
+    assert other.measured_on == 100
+    full = other.layers[0]
+    assert torch.equal(
+        full.predictions["full"].profile.rho, all_.layers[0].predictions["full"].profile.rho
+    )
+
+
+def test_measurement_is_by_definition() -> None:
+    logits = torch.tensor([[[4.0, 0.0]], [[0.0, 0.0]], [[0.5, 0.0]], [[0.0, 0.5]]]).double()
+    seen = measure(logits)
+    torch.testing.assert_close(seen.profile.rho, torch.tensor([[0.75, 0.75]]).double())
+    attention = torch.softmax(logits, -1)
+    torch.testing.assert_close(seen.attention, attention.mean(0))
+    centered = logits - logits.mean(-1, keepdim=True)
+    torch.testing.assert_close(seen.logit_variance, centered.var(0))
+    assert (seen.entropy_bound <= seen.entropy).all()
+
+
+def test_rank_correlation_knows_ties_and_order() -> None:
+    first = torch.tensor([1.0, 2.0, 2.0, 5.0])
+    assert rank_correlation(first, first**3) == pytest.approx(1)
+    assert rank_correlation(first, -first) == pytest.approx(-1)
+
+
+@pytest.fixture(scope="module")
+def reality(samples: Path) -> Reality:
+    model, tokenizer = load_model(samples / "model")
+    blocks = text_blocks(tokenizer, read_text(samples / "text.txt"), tokens=8, blocks=200)
+    return against_theory(model, blocks, QUICK)
+
+
+def test_a_llama_checkpoint_is_predicted_head_by_head(reality: Reality) -> None:
+    assert [layer.layer for layer in reality.layers] == [0, 1]
+    assert [layer.best for layer in reality.layers] == ["rotary", "rotary"]
+    assert len(reality.rows()) == 8
+    # the forms reproduce the model's own logits: rotation, grouped keys and all
+    assert max(layer.logit_gap for layer in reality.layers) < 1e-4
+    summary = reality.summary()
+    assert summary["rho_error_full"] < summary["rho_error_printed"]
+    assert json.dumps(reality.layer_rows()) and json.dumps(summary)
+    for row in reality.rows():
+        assert row["entropy_bound"] <= row["entropy"] <= math.log(8) + 1e-9
+
+
+def test_gpt2_and_bert_run_too() -> None:
+    from transformers import BertConfig, BertModel, GPT2Config, GPT2Model
+
+    small: dict[str, Any] = {"vocab_size": 30}
+    gpt2 = GPT2Model(GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=16, **small))
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    bert = BertModel(BertConfig(num_hidden_layers=1, **sizes, **small))
+    blocks = torch.randint(30, (64, 8), generator=torch.Generator().manual_seed(0))
+    for model in (gpt2, bert):
+        found = against_theory(model, blocks, QUICK)
+        assert found.layers[0].logit_gap < 1e-4
+        assert found.layers[0].best == "means"
+
+
+def test_blocks_are_spread_and_do_not_overlap(samples: Path) -> None:
+    _, tokenizer = load_model(samples / "model")
+    words = read_text(samples / "text.txt").split()
+    blocks = text_blocks(tokenizer, " ".join(words), tokens=8, blocks=10_000)
+    assert blocks.shape == (len(words) // 8, 8)
+    assert tokenizer.decode(blocks.flatten()[:50].tolist()).split() == words[:50]
+    few = text_blocks(tokenizer, " ".join(words), tokens=8, blocks=4)
+    assert few.shape == (4, 8)
+    assert len({tuple(row) for row in few.tolist()}) == 4
+
+
+def test_an_opening_token_stands_before_a_block() -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {word: place for place, word in enumerate(("[UNK]", "[CLS]", "[SEP]", "a", "b"))}
+    plain = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    plain.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=plain, unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]"
+    )
+    blocks = text_blocks(tokenizer, "a b " * 50, tokens=6, blocks=5, special=True)
+    assert blocks[0].tolist() == [1, 3, 4, 3, 4, 3]
+    plain_blocks = text_blocks(tokenizer, "a b " * 50, tokens=6, blocks=5)
+    assert plain_blocks[0].tolist() == [3, 4, 3, 4, 3, 4]
+
+
+def command(samples: Path, *more: str) -> list[str]:
+    arguments = ["probe", str(samples / "model"), "--text", str(samples / "text.txt")]
+    return [*arguments, "--tokens", "8", "--blocks", "100", *more]
+
+
+def test_the_command_prints_json_a_table_and_a_page(
+    samples: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command(samples, "--json")) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert len(data["heads"]) == 8 and len(data["layers"]) == 2
+    assert main(command(samples, "--top", "3")) == 0
+    printed = capsys.readouterr().out
+    assert "8 heads; moments of 50 blocks of 8 tokens, measured on 50 others." in printed
+    worst = sorted(data["heads"], key=lambda row: -row["rho_error_full"])[0]
+    first = next(line for line in printed.splitlines() if "│" in line)
+    assert f"{worst['entropy']:.3f}" in first
+    page = tmp_path / "page.html"
+    assert main(command(samples, "--exact", "--out", str(page))) == 0
+    text = page.read_text()
+    assert "Theory against reality" in text and "full moments, Gaussian law" in text
+    assert main(command(samples, "--layers", r"\.1\.", "--out", str(tmp_path / "a.svg"))) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("--tokens", "2"), "cannot make"),
+        (("--blocks", "10"), "blocks leave"),
+        (("--estimate", "1.5"), "estimate lies between"),
+        (("--top", "-1"), "top must be zero or more"),
+        (("--layers", "nothing"), "selects none"),
+        (("--text", "missing.txt"), "cannot read missing.txt"),
+    ],
+)
+def test_mistakes_are_explained(
+    change: Sequence[str], message: str, samples: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command(samples, *change)) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_models_that_are_not_there_are_explained(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="there is no"):
+        load_model(tmp_path / "nothing")
+    (tmp_path / "weights.bin").write_text("x")
+    with pytest.raises(InputError, match="no GGUF file"):
+        load_model(tmp_path / "weights.bin")
+    with pytest.raises(LocaterError, match="transformers cannot load"):
+        load_model(tmp_path)
+    with pytest.raises(ConfigError, match="estimate_blocks"):
+        RealityConfig(estimate_blocks=2)
+
+
+def test_measured_processes_are_the_probe_s_however_little_memory_there_is(samples: Path) -> None:
+    model, tokenizer = load_model(samples / "model")
+    blocks = text_blocks(tokenizer, read_text(samples / "text.txt"), tokens=8, blocks=64)
+    with Probe(model) as probe:
+        model(blocks)
+    whole, sparing = (measured_processes(model, blocks, memory=size) for size in (1 << 30, 1))
+    assert len(whole) == 2
+    for name, process in whole.items():
+        expected = probe.process(name, fit="traces")
+        for other in (expected, sparing[name]):
+            # float32 inputs that the model computes in batches of another size
+            torch.testing.assert_close(process.kernel, other.kernel, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(process.mean, other.mean, rtol=1e-4, atol=1e-5)
+
+
+def test_an_audit_of_a_text_rests_on_its_tokens(
+    samples: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = [str(samples / "model"), "--tokens", "16", "--json"]
+    assert main(["audit", *where]) == 0
+    assumed = json.loads(capsys.readouterr().out)
+    assert main(["audit", *where, "--text", str(samples / "text.txt")]) == 0
+    measured = json.loads(capsys.readouterr().out)
+    assert "measured tokens of 2 layers" in measured["process"]
+    assert not any("no text was read" in one or "gains" in one for one in measured["caveats"])
+    pairs = list(zip(assumed["rows"], measured["rows"], strict=True))
+    assert all((a["layer"], a["head"]) == (b["layer"], b["head"]) for a, b in pairs)
+    assert all(a["entropy"] != b["entropy"] for a, b in pairs)
+    assert all(a["frobenius_ratio"] > 0 for a, _ in pairs)
+    assert main(["audit", *where, "--text", str(samples / "text.txt"), "--heads", "4"]) == 1
+    assert "--text loads the model itself" in capsys.readouterr().err
