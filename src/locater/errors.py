@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class LocaterError(Exception):
     """Something the caller can mend; `hint` says how."""
@@ -21,6 +25,24 @@ class ConfigError(LocaterError):
 
 class InputError(LocaterError):
     """A tensor has the wrong shape or holds values that no computation can use."""
+
+
+@contextmanager
+def guarded(what: str, *, hint: str) -> Iterator[None]:
+    """Turn whatever a strange input makes other code raise into an error with a way out.
+
+    Files come from anywhere, and nobody foresees all of them: what is foreseen has a message of its
+    own, and this is for the rest.  `LOCATER_TRACEBACK=1` lets it through as it is.
+    """
+    try:
+        yield
+    except (LocaterError, OSError):
+        raise
+    except Exception as error:
+        if os.environ.get("LOCATER_TRACEBACK"):
+            raise
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise LocaterError(f"{what} cannot be read ({reason:.200}).", hint=hint) from error
 
 
 class MissingExtraError(LocaterError):

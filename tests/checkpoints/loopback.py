@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import time
+from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,6 +36,11 @@ class Server:
     redirect: str | None = None
     """Where files are really kept, as with a hub and its storage."""
     commit: str = "0123abc"
+    etag: str | None = '"1"'
+    password: str | None = None
+    """What a request must bring as `user:password`."""
+    trickle: float = 0.0
+    """Seconds between two bytes of an answer to a range."""
     url: str = ""
     sent: int = 0
     requests: list[tuple[str, str | None, str | None]] = field(default_factory=list)
@@ -55,7 +62,7 @@ class Handler(BaseHTTPRequestHandler):
         if state.busy:
             state.busy -= 1
             self.answer(503, b"", {"Retry-After": "0"})
-        elif state.token and self.headers.get("Authorization") != f"Bearer {state.token}":
+        elif not self.may():
             self.answer(401, b"", {})
         elif path.startswith("/api/models/"):
             self.repository(path)
@@ -67,6 +74,13 @@ class Handler(BaseHTTPRequestHandler):
                 self.file(file.read_bytes(), asked)
             else:
                 self.answer(404, b"nothing here", {})
+
+    def may(self) -> bool:
+        """Whether the request brings what the server wants."""
+        state, brought = self.state, self.headers.get("Authorization")
+        if state.token and brought != f"Bearer {state.token}":
+            return False
+        return not state.password or brought == basic(state.password)
 
     def repository(self, path: str) -> None:
         """What a hub says of a repository."""
@@ -89,7 +103,10 @@ class Handler(BaseHTTPRequestHandler):
         if start >= len(data):
             self.answer(416, b"", {"Content-Range": f"bytes */{len(data)}"})
             return
-        headers = {"Content-Range": f"bytes {start}-{stop - 1}/{len(data)}", "ETag": '"1"'}
+        headers = {
+            "Content-Range": f"bytes {start}-{stop - 1}/{len(data)}",
+            **({"ETag": state.etag} if state.etag else {}),
+        }
         if state.lie_after:
             state.lie_after -= 1
         else:
@@ -107,7 +124,17 @@ class Handler(BaseHTTPRequestHandler):
             body = body[: len(body) // 2]
             self.close_connection = True
         state.sent += len(body)
-        self.wfile.write(body)
+        if state.trickle and status == 206 and len(body) > 64:
+            for place in range(len(body)):
+                self.wfile.write(body[place : place + 1])
+                self.wfile.flush()
+                time.sleep(state.trickle)
+        self.wfile.write(b"" if state.trickle and status == 206 and len(body) > 64 else body)
+
+
+def basic(password: str) -> str:
+    """How a request carries it."""
+    return f"Basic {b64encode(password.encode()).decode()}"
 
 
 @contextmanager

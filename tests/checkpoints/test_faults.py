@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -273,3 +275,79 @@ def test_a_pickle_that_is_called_safetensors_is_refused(is_zip: bool, tmp_path: 
 def test_too_many_tokens_are_refused_before_their_kernel_is_made() -> None:
     with pytest.raises(LocaterError, match="131,072 tokens are too many"):
         audit_checkpoint("nowhere", tokens=131_072)
+
+
+# files that claim more than they hold
+
+
+def test_a_compressed_torch_file_is_refused_and_not_read_as_weights(tmp_path: Path) -> None:
+    """Mapped, its deflated bytes would be finite garbage."""
+    plain, packed = tmp_path / "plain.bin", tmp_path / "model.bin"
+    torch.save({"a": torch.zeros(64, 64)}, plain)
+    with zipfile.ZipFile(plain) as old, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as new:
+        for part in old.infolist():
+            new.writestr(part.filename, old.read(part))
+    with pytest.raises(LocaterError, match="is compressed") as caught:
+        open_checkpoint(packed)
+    assert "torch.save" in str(caught.value.hint)
+    with open_checkpoint(plain) as checkpoint:
+        assert not checkpoint.read(["a"])["a"].any()
+
+
+def test_strides_of_zero_do_not_fill_memory(tmp_path: Path) -> None:
+    path = tmp_path / "model.bin"
+    torch.save({"a": torch.ones(1).expand(100_000, 50_000)}, path)  # 20 GB out of 4 bytes
+    with pytest.raises(LocaterError, match=r"claims 20,000,000,000 bytes for 'a'"):
+        open_checkpoint(path)
+
+
+def test_a_file_of_holes_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    size = 20 << 30
+    head = json.dumps({"a": {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}})
+    raw = len(head).to_bytes(8, "little") + head.encode()
+    path.write_bytes(raw)
+    os.truncate(path, len(raw) + size)
+    with pytest.raises(LocaterError, match="is mostly holes"):
+        open_checkpoint(path)
+
+
+def test_names_that_come_twice_are_found_in_time(tmp_path: Path) -> None:
+    """200,000 names took minutes, each counted among all."""
+    entry = '{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+    names = [f'"n{place}":{entry}' for place in range(200_000)]
+    head = ("{" + ",".join([*names, f'"n7":{entry}']) + "}").encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(head).to_bytes(8, "little") + head)
+    began = time.process_time()
+    with pytest.raises(LocaterError, match="'n7' appears twice"):
+        open_checkpoint(path)
+    assert time.process_time() - began < 10
+
+
+def test_a_shard_that_is_a_link_out_of_the_folder_is_said(tmp_path: Path) -> None:
+    folder, other = tmp_path / "folder", tmp_path / "other"
+    folder.mkdir()
+    other.mkdir()
+    save_file({"a": torch.ones(2)}, other / "real.safetensors")
+    (folder / "model.safetensors").symlink_to(other / "real.safetensors")
+    with open_checkpoint(folder) as checkpoint:
+        assert any("is a link to" in caveat for caveat in checkpoint.caveats)
+    with open_checkpoint(folder / "model.safetensors") as named:  # asked for by its own name
+        assert not any("is a link to" in caveat for caveat in named.caveats)
+
+
+def test_what_nobody_foresaw_is_an_error_with_a_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr("locater.checkpoints.open._stored_config", broken)
+    with pytest.raises(LocaterError, match="ZeroDivisionError: division by zero"):
+        open_checkpoint(tmp_path)
+    monkeypatch.setenv("LOCATER_TRACEBACK", "1")
+    with pytest.raises(ZeroDivisionError):
+        open_checkpoint(tmp_path)

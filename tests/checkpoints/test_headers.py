@@ -66,7 +66,7 @@ HEADERS: dict[str, tuple[object, int, str]] = {
     ),
     "a gap": ({"a": WEIGHT | {"data_offsets": [8, 24]}}, 24, "leaves 8 bytes unused before 'a'"),
     "bytes at the end": ({"a": WEIGHT}, 20, "leaves the last 4 bytes of the file unused"),
-    "too few bytes": ({"a": WEIGHT}, 12, "cut short: it ends after 12 bytes and speaks of 16"),
+    "too few bytes": ({"a": WEIGHT}, 12, "cut short: it has 12 bytes and needs 16"),
 }
 
 
@@ -93,8 +93,8 @@ def with_length(length: int) -> bytes:
 
 
 FILES: dict[str, tuple[str, bytes, str, str]] = {
-    "an empty file": ("model.safetensors", b"", "ends after 0 bytes and speaks of 8", "again"),
-    "seven bytes": ("model.safetensors", b"1234567", "ends after 7 bytes", "again"),
+    "an empty file": ("model.safetensors", b"", "has 0 bytes and needs 8", "again"),
+    "seven bytes": ("model.safetensors", b"1234567", "has 7 bytes", "again"),
     "a header of 10^18 bytes": (
         "model.safetensors",
         with_length(10**18),
@@ -150,7 +150,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_noticed(tmp_path: Path) -> None
     save_file({"a": torch.ones(4096)}, path)
     with open_checkpoint(path) as checkpoint:
         os.truncate(path, 4096)
-        with pytest.raises(LocaterError, match="is cut short: it ends after 4,096 bytes"):
+        with pytest.raises(LocaterError, match="is cut short: it has 4,096 bytes"):
             checkpoint.read(["a"])
 
 

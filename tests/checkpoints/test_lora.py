@@ -127,11 +127,10 @@ def test_factors_beside_their_base_layers_are_merged(
         assert (len(found), skipped) == (2, [])
         tensors = checkpoint.read([name for layout in found for name in layout.tensors])
         assert max(errors(tensors, merged)) < ROUNDING
-    with (
-        open_checkpoint(tmp_path / "wrapped.pt", config=config) as silent,
-        pytest.raises(LocaterError, match="does not say how strong its LoRA is") as caught,
-    ):
-        silent.read(tensors)
+    with pytest.raises(LocaterError, match="does not say how strong its LoRA is") as caught:
+        open_checkpoint(tmp_path / "wrapped.pt", config=config)
+    with pytest.raises(LocaterError, match="lora_alpha is inf"):
+        open_checkpoint(tmp_path / "wrapped.pt", config=config | {"lora_alpha": float("inf")})
     assert "config={'lora_alpha'" in str(caught.value.hint)
 
 
@@ -158,10 +157,7 @@ def test_factors_of_torchs_own_attention_are_merged(tmp_path: Path) -> None:
 
 def test_the_adapter_names_its_base_and_only_what_is_needed_is_read(tmp_path: Path) -> None:
     adapted(tmp_path, "llama", **PLAIN)
-    path = tmp_path / "adapter" / "adapter_config.json"
-    said = json.loads(path.read_text())
-    path.write_text(json.dumps(said | {"base_model_name_or_path": str(tmp_path / "base")}))
-    with open_checkpoint(tmp_path / "adapter") as checkpoint:
+    with open_checkpoint(tmp_path / "adapter", base=tmp_path / "base") as checkpoint:
         assert checkpoint.caveats == ("4 weights are merged with LoRA",)
         before = checkpoint.bytes_read
         checkpoint.read(["model.layers.0.self_attn.q_proj.weight"])
@@ -171,8 +167,33 @@ def test_the_adapter_names_its_base_and_only_what_is_needed_is_read(tmp_path: Pa
         checkpoint.read(["model.layers.0.self_attn.v_proj.weight"])
         assert checkpoint.bytes_read - before == 4 * 8 * 16
     file = tmp_path / "adapter" / "adapter_model.safetensors"
-    with open_checkpoint(file) as named:
+    with open_checkpoint(file, base=tmp_path / "base") as named:
         assert named.format == "lora"
+
+
+@pytest.mark.parametrize(
+    "named", ["{here}/base", "base", "./base", "../base", "~/base", "http://127.0.0.1:9/base",
+              "file:///etc", "/", "a/b/../../../etc"],
+)  # fmt: skip
+def test_an_adapter_does_not_decide_what_is_opened(
+    named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A path or an address in its config is opened only by who gives it; nothing is listed."""
+    adapted(tmp_path, "llama", **PLAIN)
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "adapter" / "adapter_config.json"
+    said = json.loads(path.read_text())
+    named = named.format(here=tmp_path)
+    path.write_text(json.dumps(said | {"base_model_name_or_path": named}))
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a request was made")
+
+    monkeypatch.setattr("locater.checkpoints.remote._answer", refuse)
+    with pytest.raises(LocaterError, match="does not decide what is opened") as caught:
+        open_checkpoint(tmp_path / "adapter")
+    assert "--base" in str(caught.value.hint)
+    assert "bin" not in str(caught.value).replace(named, "").split()
 
 
 def test_an_adapter_and_its_base_may_be_on_a_server(tmp_path: Path) -> None:
@@ -223,7 +244,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a changed base": ({"init_lora_weights": "pissa_niter_4"}, "a base that its training changed"),
     "copied layers": ({"layer_replication": [[0, 1], [0, 2]]}, "a base that its training changed"),
     "no base": ({"base_model_name_or_path": None}, "does not say what it stands on"),
-    "a base that is gone": ({"base_model_name_or_path": "/gone"}, "/gone does not exist"),
+    "a base by its path": ({"base_model_name_or_path": "/gone"}, "is not a hub id"),
+    "a pattern that never ends": ({"alpha_pattern": {"(a+)+b": 1}}, "too involved to be run"),
+    "three repetitions": ({"alpha_pattern": {".*.*.*x": 1}}, "too involved to be run"),
+    "patterns that are none": ({"alpha_pattern": [1]}, "no map of names to strengths"),
 }
 
 

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -129,13 +130,18 @@ def test_a_busy_server_is_asked_again(model: Path) -> None:
 
 def test_pauses_grow_and_a_server_may_ask_for_longer_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
+    said: list[str] = []
     monkeypatch.setattr(remote, "BACKOFF", 0.5)
     monkeypatch.setattr(remote.time, "sleep", pauses.append)
     for failures in range(remote.RETRIES):
-        remote._BrokenError("busy", 3.0).wait(failures, "it")
+        remote._BrokenError("busy", 3.0).wait(failures, remote._Clock("it"), said.append)
     assert pauses == [3.0, 3.0, 3.0, 4.0, 8.0]
+    assert said[0] == "waiting for it: busy; trying again in 3 s"
     with pytest.raises(remote.UnreachableError):
-        remote._BrokenError("busy").wait(remote.RETRIES, "it")
+        remote._BrokenError("busy").wait(remote.RETRIES, remote._Clock("it"), said.append)
+    monkeypatch.setattr(remote, "PATIENCE", 2.0)
+    with pytest.raises(remote.UnreachableError, match="in 1 attempts; the last one: busy"):
+        remote._BrokenError("busy", 3.0).wait(0, remote._Clock("it"), said.append)
     assert remote._retry_after("7") == 7
     assert remote._retry_after("Thu, 01 Jan 1970 00:00:00 GMT") < 0
     assert remote._retry_after("soon") == 0
@@ -206,7 +212,7 @@ def test_what_is_not_there_or_not_allowed_says_so(model: Path) -> None:
         with pytest.raises(LocaterError, match="holds no checkpoint; it holds nothing"):
             open_checkpoint(f"{server.url}/nowhere")
         (model / "empty.safetensors").touch()
-        with pytest.raises(LocaterError, match="ends after 0 bytes"):
+        with pytest.raises(LocaterError, match="has 0 bytes"):
             open_checkpoint(f"{server.url}/empty.safetensors")
         torch.save(llama(), model / "model.bin")
         with pytest.raises(LocaterError, match="is a pickle, which cannot be read by ranges"):
@@ -283,8 +289,11 @@ def test_hub_repositories_that_are_not_there_or_not_allowed_say_so(
         point_to(hub, server.url)
         with pytest.raises(LocaterError, match="org/other at main is neither a path here nor on"):
             open_checkpoint("org/other")
-        with open_checkpoint("org/name/model.safetensors") as one:
+        page = "https://huggingface.co/org/name/blob/main/model.safetensors"
+        with open_checkpoint(page) as one:
             assert one.config == LLAMA
+        with pytest.raises(LocaterError, match=r"org/name/model\.safetensors does not exist"):
+            open_checkpoint("org/name/model.safetensors")  # two slashes: a path
         (model / "model.safetensors").rename(model / "notes.txt")
         with pytest.raises(LocaterError, match="org/name holds no checkpoint"):
             open_checkpoint("org/name")
@@ -376,3 +385,112 @@ def test_the_hub_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'locater\[hub\]'"):
         open_checkpoint("org/name")
+
+
+def test_a_server_that_trickles_is_left(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte every 20 ms would take hours; patience grows with the bytes and has an end."""
+    monkeypatch.setattr(remote, "PATIENCE", 0.5)
+    monkeypatch.setattr(remote, "SLOWEST", 1 << 20)
+    with serving(model, trickle=0.02) as server:
+        began = time.monotonic()
+        with pytest.raises(LocaterError, match=r"the server is too slow; [\d,]+ bytes are missing"):
+            open_checkpoint(f"{server.url}/model.safetensors")
+        assert time.monotonic() - began < 10
+
+
+def test_a_dead_server_is_left_in_time_and_somebody_hears_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It takes connections and never answers: 6 attempts of 30 s were 196 s."""
+    monkeypatch.setattr(remote, "TIMEOUT", 0.2)
+    monkeypatch.setattr(remote, "PATIENCE", 1.0)
+    said: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        began = time.monotonic()
+        with pytest.raises(LocaterError, match="could not be read in"):
+            open_checkpoint(
+                f"http://127.0.0.1:{silent.getsockname()[1]}/model.safetensors", say=said.append
+            )
+        assert time.monotonic() - began < 20
+    assert said
+    assert said[0].startswith("waiting for http://127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [({}, {"Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT"}), ({"ETag": '"a"'}, {"ETag": '"b"'})],
+)
+def test_a_file_that_changes_on_the_server_is_noticed_by_what_it_has(
+    model: Path, before: dict[str, str], after: dict[str, str]
+) -> None:
+    first = {"Last-Modified": "Wed, 31 Dec 2025 00:00:00 GMT"} | before
+    with serving(model, etag=None, headers=first) as server:
+        checkpoint = open_checkpoint(f"{server.url}/model.safetensors")
+        assert not any("could change" in caveat for caveat in checkpoint.caveats)
+        server.headers = first | after
+        with checkpoint, pytest.raises(LocaterError, match="was replaced on the server"):
+            checkpoint.read(LAYER)
+
+
+def test_a_file_that_cannot_be_pinned_says_so(model: Path) -> None:
+    with (
+        serving(model, etag=None) as server,
+        open_checkpoint(f"{server.url}/model.safetensors") as checkpoint,
+    ):
+        assert any("no ETag, no Last-Modified" in caveat for caveat in checkpoint.caveats)
+
+
+def test_a_password_in_the_address_travels_as_a_header_and_is_never_shown(model: Path) -> None:
+    with serving(model, password="me:secret") as server:
+        host = server.url.removeprefix("http://")
+        with open_checkpoint(f"http://me:secret@{host}/model.safetensors") as checkpoint:
+            assert checkpoint.read(LAYER).keys() == set(LAYER)
+        with pytest.raises(LocaterError, match="may not be read") as caught:
+            open_checkpoint(f"http://me:wrong@{host}/model.safetensors")
+        assert "wrong" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://[::1/model.safetensors", "http://host:port/model.safetensors",
+            "http://[fe80::1%25eth0]:99999/model.safetensors"],
+)  # fmt: skip
+def test_an_address_that_is_none_says_so(url: str) -> None:
+    with pytest.raises(LocaterError, match="is no address"):
+        open_checkpoint(url)
+
+
+def test_a_range_of_five_thousand_digits_is_a_lie(model: Path) -> None:
+    lie = {"Content-Range": f"bytes 0-63/{'9' * 5000}"}
+    with (
+        serving(model, headers=lie) as server,
+        pytest.raises(LocaterError, match="contradict each other"),
+    ):
+        open_checkpoint(f"{server.url}/model.safetensors")
+
+
+@pytest.mark.parametrize("path", ["./modle/x.safetensors", "modle/sub/x.safetensors", "~/nothing/x",
+                                  "/nothing/x", "here/step-500", "../x/y"])  # fmt: skip
+def test_what_looks_like_a_path_is_never_asked_for(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(remote, "_answer", None)  # any request would be a TypeError
+    with pytest.raises(LocaterError, match=r"does not exist|neither a path here"):
+        open_checkpoint(path)
+
+
+def test_a_name_of_the_hub_is_said_at_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    def ask(self: object, endpoint: str) -> None:
+        assert said == ["org/name is not found here; asking the hub"]
+        raise remote.UnreachableError("no network")
+
+    monkeypatch.setattr(remote.HubRepository, "_ask", ask)
+    with pytest.raises(LocaterError, match="neither a path here nor"):
+        open_checkpoint("org/name", say=said.append)
+    with pytest.raises(LocaterError, match="neither a path here nor a name that the hub can have"):
+        said.clear()
+        said.append("org/name is not found here; asking the hub")
+        open_checkpoint("a--b../c..d", say=lambda _: None)

@@ -22,6 +22,7 @@ _PART = re.compile(
 )
 _SHIFT = "lora_B.bias"
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_PLAIN = re.compile(r"(?:(?:[\w-]|\\[.d\w]|\.|\[[\w-]+\])(?:[*+?]|\{\d{1,2}\})?|[()|^$])*")
 MERGE = "merge it where it was trained (PEFT's merge_and_unload), save that, and give it."
 
 
@@ -67,6 +68,10 @@ class LoraTensors:
                 f"it changes {', '.join(lost[:4]) or 'nothing'}.",
                 hint="give the base that it was trained on, with --base (base=).",
             )
+        self._scales = {
+            change.module: self._scale(change.module, adapter.shapes[change.parts["lora_A"]][0])
+            for change in self._changes.values()
+        }
         self.caveats: tuple[str, ...] = (f"{len(self._changes)} weights are merged with LoRA",)
         if lost:
             shown = ", ".join(lost[:3]) + (", …" if len(lost) > 3 else "")
@@ -174,9 +179,8 @@ class LoraTensors:
                 found[name] = self._merged(name, change.module, found[name], parts)
             if name in self._shifts:
                 change = self._shifts[name]
-                rank = self._adapter.shapes[change.parts["lora_A"]][0]
                 shift = added[change.parts[_SHIFT]]
-                found[name] = found[name] + self._scale(change.module, rank) * shift
+                found[name] = found[name] + self._scales[change.module] * shift
         return found
 
     def _merged(
@@ -198,7 +202,7 @@ class LoraTensors:
                 f"{tuple(up.shape)} and {tuple(down.shape)}.",
                 hint="give the base that the adapter was trained on, with --base (base=).",
             )
-        rows = rows + self._scale(module, len(down)) * (up @ down)
+        rows = rows + self._scales[module] * (up @ down)
         if "lora_magnitude_vector" in parts:
             length = parts["lora_magnitude_vector"].to(dtype).flatten()
             rows = rows * (length / rows.norm(dim=1))[:, None]
@@ -208,19 +212,23 @@ class LoraTensors:
         """The factor s before B A."""
         alpha = self._settings.get("lora_alpha")
         patterns = self._settings.get("alpha_pattern") or {}
+        if not isinstance(patterns, Mapping):
+            raise LocaterError(
+                f"alpha_pattern of the adapter {self._name} is no map of names to strengths.",
+                hint=MERGE,
+            )
         for pattern, value in patterns.items():
-            try:
-                if re.match(rf"(.*\.)?({pattern})$", module):
-                    alpha = value
-                    break
-            except re.error as error:
-                raise LocaterError(
-                    f"the adapter {self._name} has the pattern {pattern!r:.60}: {error}."
-                ) from error
-        if not isinstance(alpha, int | float):
+            if _fits(str(pattern), module, self._name):
+                alpha = value
+                break
+        if not isinstance(alpha, int | float) or not math.isfinite(alpha):
             raise LocaterError(
                 f"{self._name} does not say how strong its LoRA is: lora_alpha is {alpha!r}.",
                 hint="give it: config={'lora_alpha': 16, 'use_rslora': False}.",
+            )
+        if rank < 1:
+            raise LocaterError(
+                f"the adapter {self._name} has factors of rank {rank} for {module}.", hint=MERGE
             )
         return alpha / (math.sqrt(rank) if self._settings.get("use_rslora") else rank)
 
@@ -228,6 +236,27 @@ class LoraTensors:
         """Let go of base and adapter."""
         self._base.close()
         self._adapter.close()
+
+
+def _fits(pattern: str, module: str, name: str) -> bool:
+    """Whether a pattern of an adapter's config names a module, in time that nobody can stretch.
+
+    PEFT reads it as a regular expression; here names, alternatives, classes and at most two
+    repetitions of one sign are allowed, which is what adapters have.
+    """
+    repeats = len(re.findall(r"[*+]|\{\d", pattern))
+    if len(pattern) > 200 or len(module) > 400 or repeats > 2 or not _PLAIN.fullmatch(pattern):
+        raise LocaterError(
+            f"the adapter {name} chooses its strengths by the pattern {pattern!r:.60}, which is "
+            "too involved to be run.",
+            hint=MERGE,
+        )
+    try:
+        return re.match(rf"(.*\.)?({pattern})$", module) is not None
+    except (re.error, RecursionError, OverflowError) as error:
+        raise LocaterError(
+            f"the adapter {name} has the pattern {pattern!r:.60}: {error}.", hint=MERGE
+        ) from error
 
 
 def has_lora(names: Mapping[str, object]) -> bool:

@@ -34,8 +34,16 @@ from locater.checkpoints.places import (
 from locater.checkpoints.pytorch_file import PICKLES, ZIP, PytorchFile
 from locater.checkpoints.remote import HubRepository, WebFolder
 from locater.checkpoints.safetensors_file import SafetensorsFile
-from locater.checkpoints.source import Tensors, json_object, read_bytes, refuse_pointer, status
-from locater.errors import LocaterError
+from locater.checkpoints.source import (
+    Say,
+    Tensors,
+    json_object,
+    read_bytes,
+    refuse_pointer,
+    silent,
+    status,
+)
+from locater.errors import LocaterError, guarded
 
 Format = Literal["safetensors", "pytorch", "gguf", "lora"]
 
@@ -43,13 +51,12 @@ NO_CONFIG = (
     "no config.json: the family and its settings are told by tensor names alone, "
     "unless --heads (config=) gives them"
 )
-_HUB_ID = re.compile(
-    r"(?P<repository>[\w.-]+/[\w.-]+)(?:/(?P<file>[\w./-]+))?(?:@(?P<revision>[\w./-]+))?"
-)
+_HUB_ID = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(?P<file>)(?:@(?P<revision>[\w./-]+))?")
 _HUB_URL = re.compile(
     r"https://huggingface\.co/(?P<repository>[\w.-]+/[\w.-]+)"
     r"(?:/(?:tree|blob|resolve)/(?P<revision>[^/?]+)(?:/(?P<file>[\w./-]+))?)?/?(?:\?.*)?"
 )
+_UNFORESEEN = "it may be damaged: download it again; if it is whole, please report this."
 _OPENERS = 8  # shards of a remote checkpoint whose headers are fetched at the same time
 
 
@@ -90,7 +97,8 @@ class Checkpoint:
                     f"{self.name} holds no tensor {name!r}.",
                     hint=f"it holds {', '.join(list(self.shapes)[:6])}, …",
                 )
-        return self.tensors.read(wanted)
+        with guarded(self.name, hint=_UNFORESEEN):
+            return self.tensors.read(wanted)
 
     def close(self) -> None:
         """Let go of files and connections."""
@@ -108,46 +116,73 @@ def open_checkpoint(
     *,
     base: str | Path | None = None,
     config: Mapping[str, Any] | None = None,
+    say: Say = silent,
 ) -> Checkpoint:
     """Open a folder, a file, an HTTP(S) URL or a hub id (`org/name`, `org/name@revision`).
 
-    `base` is what a LoRA adapter stands on, where its own config does not say. `config` adds to
-    what the checkpoint says of itself, and wins: `config={"n_head": 12}` for a model without one.
+    `base` is what a LoRA adapter stands on; a hub id in its own config serves where none is given.
+    `config` adds to what the checkpoint says of itself, and wins: `config={"n_head": 12}` for a
+    model without one.  `say` hears where somebody has to wait.
     """
-    place, choice = _find(source)
-    given = config or {}
+    with guarded(f"{source!s:.200}", hint=_UNFORESEEN):
+        return _open(source, base, config or {}, say)
+
+
+def _open(
+    source: str | Path, base: str | Path | None, given: Mapping[str, Any], say: Say
+) -> Checkpoint:
+    place, choice = _find(source, say)
     if ADAPTER_CONFIG in place.names() and choice.files[:1] and _is_adapter(choice.files[0]):
-        return _adapted(str(source), place, choice, base, given)
+        return _adapted(str(source), place, choice, base, given, say)
     found = _opened(str(source), place, choice, given)
     if base is not None:
         found.caveats += (f"a base was given and not used: {source} is not an adapter",)
     return found
 
 
-def _find(source: str | Path) -> tuple[Place, Choice]:
+def _find(source: str | Path, say: Say = silent) -> tuple[Place, Choice]:
     """The folder that a source speaks of, and the files in it that are meant."""
     text = str(source)
     page = _HUB_URL.fullmatch(text)
     if re.match("https?://", text) and not page:
-        return _find_url(text)
-    path = Path(source)
-    hub_id = page or (isinstance(source, str) and _HUB_ID.fullmatch(text))
-    if hub_id and not os.path.lexists(path):
+        return _find_url(text, say)
+    path = Path(source).expanduser()
+    hub_id = page or (isinstance(source, str) and _named_on_the_hub(text))
+    if hub_id:
+        if not page:
+            say(f"{text} is not found here; asking the hub")
         revision, file = hub_id["revision"], hub_id["file"]
-        repository = HubRepository(hub_id["repository"], revision and unquote(revision))
+        repository = HubRepository(hub_id["repository"], revision and unquote(revision), say=say)
         return repository, _file_choice(file) if file else choose(repository.names(), text)
     if stat.S_ISDIR(status(path).st_mode):
         folder = Folder(path)
         return folder, choose(folder.names(), folder.name)
-    return Folder(path.parent), _file_choice(path.name)
+    return Folder(path.parent, named=path.name), _file_choice(path.name)
 
 
-def _find_url(url: str) -> tuple[Place, Choice]:
-    parts = urlsplit(url)
+def _named_on_the_hub(text: str) -> re.Match[str] | None:
+    """`org/name`, if nothing here is called so: what looks like a path is never asked for."""
+    if text.startswith((".", "/", "~")) or os.path.lexists(text):
+        return None
+    found = _HUB_ID.fullmatch(text)
+    if found is None or os.path.lexists(text.split("/")[0]):
+        return None
+    return found
+
+
+def _find_url(url: str, say: Say = silent) -> tuple[Place, Choice]:
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError as error:
+        raise LocaterError(
+            f"{url!r:.200} is no address: {error}.", hint="check host, port and brackets."
+        ) from error
     folder, _, name = parts.path.rpartition("/")
     if name.endswith((*SUFFIXES, ".index.json")):
-        return WebFolder(urlunsplit(parts._replace(path=folder)), last=name), _file_choice(name)
-    place = WebFolder(url)
+        above = urlunsplit(parts._replace(path=folder))
+        return WebFolder(above, last=name, say=say), _file_choice(name)
+    place = WebFolder(url, say=say)
     return place, choose(place.names(), place.name)
 
 
@@ -165,17 +200,25 @@ def _adapted(
     choice: Choice,
     base: str | Path | None,
     given: Mapping[str, Any],
+    say: Say,
 ) -> Checkpoint:
     """Open an adapter and what it stands on."""
     settings = json_object(document(place, ADAPTER_CONFIG), f"{place.name}/{ADAPTER_CONFIG}")
-    stands_on = base or settings.get("base_model_name_or_path")
+    said = settings.get("base_model_name_or_path")
+    stands_on = base or said
     if not stands_on:
         raise LocaterError(
             f"the adapter {name} does not say what it stands on.",
             hint="give it with --base (base=).",
         )
+    if base is None and not (isinstance(said, str) and _named_on_the_hub(said)):
+        raise LocaterError(
+            f"the adapter {name} says that it stands on {said!r:.200}, which is not a hub id; a "
+            "file does not decide what is opened here.",
+            hint="if you trust it, give that with --base (base=).",
+        )
     try:
-        below, files = _find(stands_on)
+        below, files = _find(stands_on, say)
         if files.files[:1] and _is_adapter(files.files[0]):
             raise LocaterError(f"{stands_on} is an adapter itself.")
         under = _opened(str(stands_on), below, files, given)
@@ -201,6 +244,7 @@ def _opened(name: str, place: Place, choice: Choice, given: Mapping[str, Any]) -
     try:
         said = getattr(tensors, "config", {})
         config = {**said, **_stored_config(place), **given}
+        caveats = list(dict.fromkeys((*caveats, *place.caveats)))  # known when files are open
         if not config:
             caveats.append(NO_CONFIG)
         caveats += getattr(tensors, "caveats", ())

@@ -54,10 +54,12 @@ class Place(Protocol):
 class Folder:
     """A folder on this machine."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, named: str | None = None) -> None:
         self.name = str(path)
         self.caveats: tuple[str, ...] = ()
         self._path = path
+        self._named = named
+        """The one file that was asked for by its own name: it may lie anywhere."""
 
     def names(self) -> list[str]:
         """The files in it."""
@@ -71,8 +73,14 @@ class Folder:
         return os.path.lexists(self._path / name)
 
     def open(self, name: str) -> ByteSource:
-        """One of its files."""
-        return LocalFile(self._path / name)
+        """One of its files; a link that leaves the folder is said."""
+        path = self._path / name
+        if name != self._named and path.is_symlink():
+            target, home = (Path(os.path.realpath(part)) for part in (path, self._path))
+            is_cache = home.parent.name == "snapshots" and home.parents[1] in target.parents
+            if home not in target.parents and not is_cache:
+                self.caveats += (f"{name} is a link to {target}, outside of the folder",)
+        return LocalFile(path)
 
     def path(self, name: str) -> Path:
         """Where a file is on this machine."""

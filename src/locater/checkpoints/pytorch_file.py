@@ -8,6 +8,7 @@ from __future__ import annotations
 import pickle
 import re
 import warnings
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from locater.checkpoints.source import status
 from locater.errors import LocaterError
 
 ZIP = b"PK\x03\x04"
@@ -35,19 +37,45 @@ class PytorchFile:
         if path.suffix == ".safetensors":
             raise LocaterError(
                 f"{path} is named .safetensors, but it is a pickle of PyTorch.",
-                hint="be wary of it; if you trust where it comes from, name it .bin.",
+                hint="whoever named it may want it to be taken for something safer; if you trust "
+                "where it comes from, rename it to .bin.",
             )
         with path.open("rb") as file:
             self._mapped = file.read(4) == ZIP
+        if self._mapped:
+            self._check_stored()
         found = self._load(map_location="meta")
         state, self.config = state_of(found, str(path))
         self.caveats: tuple[str, ...] = () if self._mapped else (f"{path.name} is {_WHOLE}",)
         self._sizes = {
             name: tensor.numel() * tensor.element_size() for name, tensor in state.items()
         }
+        room = status(path).st_size
+        for name, size in self._sizes.items():  # strides of zero make much out of little
+            if size > room:
+                raise LocaterError(
+                    f"{path} claims {size:,} bytes for {name!r:.60}, and has {room:,} in all.",
+                    hint="it is damaged or made to fill memory: do not trust it.",
+                )
         self.shapes: Mapping[str, tuple[int, ...]] = {
             name: tuple(tensor.shape) for name, tensor in state.items()
         }
+
+    def _check_stored(self) -> None:
+        """Refuse a zip whose parts are compressed: mapped, they would be read as weights."""
+        try:
+            with zipfile.ZipFile(self._path) as archive:
+                parts = archive.infolist()
+        except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError) as error:
+            raise self._damaged(error) from error
+        packed = [part.filename for part in parts if part.compress_type != zipfile.ZIP_STORED]
+        if packed:
+            raise LocaterError(
+                f"{self._path} is compressed ({packed[0]!r:.60}); PyTorch stores its parts as "
+                "they are.",
+                hint="write it again where you trust it: torch.save(torch.load(path, "
+                "weights_only=True), path).",
+            )
 
     def _load(self, **options: Any) -> Any:
         """Load without running code, or say what to do instead."""
@@ -62,7 +90,10 @@ class PytorchFile:
             if "TorchScript" in str(error):
                 raise self._refused("it is a TorchScript program") from error
             raise self._damaged(error) from error
-        except (OSError, ValueError, EOFError, LookupError, TypeError, AttributeError) as error:
+        except (
+            OSError, ValueError, EOFError, LookupError, TypeError, AttributeError, ArithmeticError,
+            MemoryError, AssertionError, RecursionError, zipfile.BadZipFile,
+        ) as error:  # fmt: skip
             raise self._damaged(error) from error
 
     def _refused(self, why: str) -> LocaterError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import ssl
 import time
+from base64 import b64encode
 from collections.abc import Callable, Mapping
 from email.utils import parsedate_to_datetime
 from functools import cache
@@ -17,11 +18,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.error import HTTPError, URLError
-from urllib.parse import quote, urlsplit, urlunsplit
+from urllib.parse import quote, unquote, urlsplit, urlunsplit
 from urllib.request import HTTPRedirectHandler, OpenerDirector, Request, build_opener
 
 from locater.checkpoints.places import ADAPTER_CONFIG, CONFIGS, PREFERRED
-from locater.checkpoints.source import CHUNK, ByteSource, LocalFile, json_object
+from locater.checkpoints.source import CHUNK, ByteSource, LocalFile, Say, json_object, silent
 from locater.errors import LocaterError, MissingExtraError
 
 HEAD = 64  # bytes that the first request asks for
@@ -30,9 +31,11 @@ RETRIES = 5
 BACKOFF = 0.5  # seconds before the second attempt, doubled for each further one
 LONGEST_PAUSE = 60.0
 TIMEOUT = 30.0
+PATIENCE = 60.0  # seconds for any request, and more for a long one
+SLOWEST = 1 << 14  # bytes a second
 Result = TypeVar("Result")
 _BUSY = (408, 425, 429, 500, 502, 503, 504)
-_RANGE = re.compile(r"bytes (?:(\d+)-(\d+)|\*)/(\d+)")
+_RANGE = re.compile(r"bytes (?:(\d{1,19})-(\d{1,19})|\*)/(\d{1,19})")
 
 
 class UnreachableError(LocaterError):
@@ -46,16 +49,24 @@ class AbsentError(LocaterError):
 class RemoteFile:
     """A file on a web server."""
 
-    def __init__(self, url: str, *, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, url: str, *, headers: Mapping[str, str] | None = None, say: Say = silent
+    ) -> None:
         self.name = shown(url)
         self.bytes_read = 0
         self._url = url
         self._headers = dict(headers or {})
-        self._mark: str | None = None
+        self._say = say
+        self._mark: tuple[str | None, str | None] = (None, None)
         self._whole: bytes | None = None
         self.size = -1
         self._head = b""
-        _patiently(self._begin, self.name)
+        _patiently(self._begin, self.name, say)
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether a change of the file on the server would be noticed."""
+        return self._whole is not None or any(self._mark)
 
     def _begin(self) -> None:
         """Ask for the first bytes, and with them for the size."""
@@ -74,7 +85,7 @@ class RemoteFile:
                 if (first, last) != (0, min(HEAD, self.size) - 1):
                     raise self._lie(f"bytes {first} to {last} for the first {HEAD}")
                 self._check_length(response, last + 1)
-                self._mark = response.headers.get("ETag")
+                self._mark = _mark(response)
                 self._head = _body(response, last + 1)
                 self.bytes_read += len(self._head)
                 return
@@ -87,7 +98,7 @@ class RemoteFile:
         here = self._head if self._whole is None else self._whole
         done = len(here[start : start + len(buffer)])
         buffer[:done] = here[start : start + done]
-        failures = 0
+        failures, clock = 0, _Clock(self.name, len(buffer) - done)
         while done < len(buffer):
             before = done
             try:
@@ -96,9 +107,10 @@ class RemoteFile:
                         arrived = _part(response, buffer[done : done + CHUNK])
                         done += arrived
                         self.bytes_read += arrived
+                        clock.check(len(buffer) - done)
             except _BrokenError as broken:
                 failures = 0 if done - before >= CHUNK else failures + 1
-                broken.wait(failures, self.name)
+                broken.wait(failures, clock, self._say)
 
     def _response(self, start: int, stop: int) -> HTTPResponse:
         """An answer that holds these bytes, checked before any of them is read."""
@@ -120,7 +132,7 @@ class RemoteFile:
                     f"of {self.size}"
                 )
             self._check_length(response, stop - start)
-            if response.headers.get("ETag") != self._mark:
+            if _mark(response) != self._mark:
                 raise LocaterError(
                     f"{self.name} was replaced on the server while it was being read.",
                     hint="start again.",
@@ -155,8 +167,9 @@ class RemoteFile:
 class WebFolder:
     """A folder on a web server, of which only well-known names can be tried."""
 
-    def __init__(self, url: str, *, last: str = "") -> None:
+    def __init__(self, url: str, *, last: str = "", say: Say = silent) -> None:
         self.name = shown(url).rstrip("/")
+        self._say = say
         self._known = (ADAPTER_CONFIG, *CONFIGS) if last else (ADAPTER_CONFIG, *CONFIGS, *PREFERRED)
         self.caveats: tuple[str, ...] = ()
         parts = urlsplit(url)
@@ -172,7 +185,7 @@ class WebFolder:
     def _answers(self, name: str) -> bool:
         url = self._url(name)
         try:
-            _patiently(lambda: _opened(url, {"Range": "bytes=0-0"}), shown(url)).close()
+            _patiently(lambda: _opened(url, {"Range": "bytes=0-0"}), shown(url), self._say).close()
         except AbsentError:
             return False
         return True
@@ -186,21 +199,24 @@ class WebFolder:
 
     def open(self, name: str) -> ByteSource:
         """One of its files."""
-        return RemoteFile(self._url(name))
+        file = RemoteFile(self._url(name), say=self._say)
+        if not file.is_pinned:
+            self.caveats += (f"{name} could change while it is read: no ETag, no Last-Modified",)
+        return file
 
     def path(self, name: str) -> Path | None:
         """None of its files is on this machine."""
         return None
 
 
-def fetch(url: str, headers: Mapping[str, str] | None = None) -> bytes:
+def fetch(url: str, headers: Mapping[str, str] | None = None, say: Say = silent) -> bytes:
     """A small document from a web server."""
 
     def whole() -> bytes:
         with _opened(url, headers or {}) as response:
             return _whole_body(response, shown(url))
 
-    return _patiently(whole, shown(url))
+    return _patiently(whole, shown(url), say)
 
 
 def shown(url: str) -> str:
@@ -217,23 +233,54 @@ class _BrokenError(Exception):
         super().__init__(str(reason) or type(reason).__name__)
         self.pause = pause
 
-    def wait(self, failures: int, name: str) -> None:
+    def wait(self, failures: int, clock: _Clock, say: Say) -> None:
         """Wait before the next attempt; longer each time, and not for ever."""
-        if failures >= RETRIES:
+        pause = min(max(self.pause, BACKOFF * 2**failures), LONGEST_PAUSE)
+        if failures >= RETRIES or clock.left < pause:
             raise UnreachableError(
-                f"{name} could not be read in {RETRIES + 1} attempts; the last one: {self}.",
+                f"{clock.name} could not be read in {failures + 1} attempts; the last one: {self}.",
                 hint="check the address and the network, and try again.",
             ) from self
-        time.sleep(min(max(self.pause, BACKOFF * 2**failures), LONGEST_PAUSE))
+        say(f"waiting for {clock.name}: {self}; trying again in {pause:.0f} s")
+        time.sleep(pause)
 
 
-def _patiently(work: Callable[[], Result], name: str) -> Result:
+class _Clock:
+    """How long somebody may still wait for so many bytes of a server."""
+
+    def __init__(self, name: str, length: int = 0) -> None:
+        self.name, self._began = name, time.monotonic()
+        self._limit = PATIENCE + length / SLOWEST
+
+    @property
+    def left(self) -> float:
+        """Seconds until patience ends."""
+        return self._began + self._limit - time.monotonic()
+
+    def check(self, missing: int) -> None:
+        """Give up on a server that sends next to nothing."""
+        if missing and self.left < 0:
+            raise UnreachableError(
+                f"{self.name}: the server is too slow; {missing:,} bytes are missing after "
+                f"{self._limit:.0f} seconds.",
+                hint="download the file by other means and give its path.",
+            )
+
+
+def _mark(response: HTTPResponse) -> tuple[str | None, str | None]:
+    """What tells this version of a file from another: its ETag, else the time of its change."""
+    mark = response.headers.get("ETag")
+    return mark, None if mark else response.headers.get("Last-Modified")
+
+
+def _patiently(work: Callable[[], Result], name: str, say: Say = silent) -> Result:
     """Do it, again and again where that may help."""
+    clock = _Clock(name)
     for failures in count():
         try:
             return work()
         except _BrokenError as broken:
-            broken.wait(failures, name)
+            broken.wait(failures, clock, say)
     raise AssertionError  # the count does not end
 
 
@@ -260,7 +307,8 @@ def _opener() -> OpenerDirector:
 
 def _answer(url: str, headers: Mapping[str, str]) -> HTTPResponse:
     """One request; raises `_BrokenError` where another attempt may succeed, else HTTPError."""
-    request = Request(url, headers={"Accept-Encoding": "identity", **headers})
+    url, own = _without_password(url)
+    request = Request(url, headers={"Accept-Encoding": "identity", **own, **headers})
     try:
         response: HTTPResponse = _opener().open(request, timeout=TIMEOUT)
     except HTTPError as error:
@@ -278,6 +326,8 @@ def _answer(url: str, headers: Mapping[str, str]) -> HTTPResponse:
         raise _BrokenError(error.reason) from error
     except (OSError, HTTPException) as error:
         raise _BrokenError(error) from error
+    except ValueError as error:  # a host, port or path that no request can have
+        raise LocaterError(f"{shown(url)} is no address: {error}.", hint="check it.") from error
     if response.headers.get("Content-Encoding", "identity") != "identity":
         response.close()
         raise LocaterError(
@@ -285,6 +335,16 @@ def _answer(url: str, headers: Mapping[str, str]) -> HTTPResponse:
             hint="download the file by other means and give its path.",
         )
     return response
+
+
+def _without_password(url: str) -> tuple[str, dict[str, str]]:
+    """`http://user:password@host` as a URL without them and the header that carries them."""
+    parts = urlsplit(url)
+    told, _, host = parts.netloc.rpartition("@")
+    if not told:
+        return url, {}
+    token = b64encode(unquote(told).encode()).decode()
+    return urlunsplit(parts._replace(netloc=host)), {"Authorization": f"Basic {token}"}
 
 
 def _opened(url: str, headers: Mapping[str, str]) -> HTTPResponse:
@@ -322,12 +382,13 @@ def _refusal(error: HTTPError, name: str) -> LocaterError:
 def _part(response: HTTPResponse, buffer: memoryview) -> int:
     """Read some bytes; none at all is a broken connection."""
     try:
-        count = response.readinto(buffer)
+        arrived = response.read1(len(buffer))  # what is there: readinto would wait for all of it
     except (OSError, HTTPException) as error:
         raise _BrokenError(error) from error
-    if not count:
+    if not arrived:
         raise _BrokenError("the connection was closed early")
-    return count
+    buffer[: len(arrived)] = arrived
+    return len(arrived)
 
 
 def _body(response: HTTPResponse, length: int) -> bytes:
@@ -361,14 +422,14 @@ def _whole_body(response: HTTPResponse, name: str) -> bytes:
 class HubRepository:
     """One commit of a repository; `HF_ENDPOINT`, `HF_TOKEN` and `HF_HUB_OFFLINE` are honored."""
 
-    def __init__(self, repository: str, revision: str | None = None) -> None:
+    def __init__(self, repository: str, revision: str | None = None, *, say: Say = silent) -> None:
         try:
             from huggingface_hub import constants, get_token
         except ImportError as error:
             raise MissingExtraError("huggingface_hub", extra="hub") from error
         self.name = repository
         self.caveats: tuple[str, ...] = ()
-        self._repository = repository
+        self._repository, self._say = repository, say
         self._revision = revision or constants.DEFAULT_REVISION
         self._snapshot: Path | None = None
         self._files: list[str] = []
@@ -387,7 +448,7 @@ class HubRepository:
         revision = quote(self._revision, safe="")
         url = f"{endpoint}/api/models/{self._repository}/revision/{revision}"
         try:
-            info = json_object(fetch(url, self._headers), url)
+            info = json_object(fetch(url, self._headers, self._say), url)
         except AbsentError as error:
             raise LocaterError(
                 f"{self._repository} at {self._revision} is neither a path here nor on {endpoint}.",
@@ -414,8 +475,15 @@ class HubRepository:
 
     def _cached(self, name: str) -> Path | None:
         from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
 
-        found = try_to_load_from_cache(self._repository, name, revision=self._revision)
+        try:
+            found = try_to_load_from_cache(self._repository, name, revision=self._revision)
+        except HFValidationError as error:
+            raise LocaterError(
+                f"{self._repository} is neither a path here nor a name that the hub can have.",
+                hint="check the spelling (org/name or org/name@revision).",
+            ) from error
         return Path(found) if isinstance(found, str) else None
 
     def names(self) -> list[str]:
@@ -441,7 +509,7 @@ class HubRepository:
                 hint=f"run: hf download {self._repository}",
             )
         url = hf_hub_url(self._repository, name, revision=self._revision)
-        return RemoteFile(url, headers=self._headers)
+        return RemoteFile(url, headers=self._headers, say=self._say)
 
     def path(self, name: str) -> Path | None:
         """Where the cache keeps a file, if it does."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,7 +14,16 @@ from torch import Tensor
 from locater.errors import LocaterError
 
 CHUNK = 1 << 23
+_SPARSE = 1 << 26  # bytes; smaller files may be anything
 _POINTER = b"version https://git-lfs.github.com/spec"
+
+
+Say = Callable[[str], None]
+"""Hears a sentence where somebody has to wait."""
+
+
+def silent(sentence: str) -> None:
+    """Say nothing."""
 
 
 @runtime_checkable
@@ -63,8 +72,16 @@ class LocalFile:
             self._file = path.open("rb", buffering=0)
         except OSError as error:
             raise unreadable(path, error) from error
-        self.size = status(path).st_size
+        found = status(path)
+        self.size = found.st_size
         self.bytes_read = 0
+        held = 512 * getattr(found, "st_blocks", self.size)
+        if self.size > _SPARSE and held < self.size // 8:
+            self._file.close()
+            raise LocaterError(
+                f"{path} is mostly holes: {held:,} of its {self.size:,} bytes are on the disk.",
+                hint="its download was not finished: download it again.",
+            )
 
     def read_into(self, start: int, buffer: memoryview) -> None:
         """Fill the buffer with the bytes from `start` on, or raise."""
@@ -123,7 +140,7 @@ def unreadable(path: Path | str, error: Exception) -> LocaterError:
 def truncated(name: str, size: int, expected: int) -> LocaterError:
     """What to say of a file that ends too early."""
     return LocaterError(
-        f"{name} is cut short: it ends after {size:,} bytes and speaks of {expected:,}.",
+        f"{name} is cut short: it has {size:,} bytes and needs {expected:,}.",
         hint="download or copy it again.",
     )
 
@@ -144,7 +161,7 @@ def json_object(raw: bytes, name: str) -> dict[str, Any]:
         found = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise LocaterError(
-            f"{name} is not JSON: {error}.", hint="download it again, or repair it by hand."
+            f"{name} is not JSON: {error!s:.200}.", hint="download it again, or repair it by hand."
         ) from error
     if not isinstance(found, dict):
         raise LocaterError(
