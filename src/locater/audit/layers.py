@@ -154,6 +154,6 @@ def _absent(
 def blocks(layout: AttentionLayout) -> Iterator[slice]:
     """Key heads that are audited together: about 50 MB of factors in float64."""
     share = layout.heads // layout.kv_heads
-    bytes_each = (share + 1) * layout.head_dim * layout.model * 8
+    bytes_each = max(1, (share + 1) * layout.head_dim * layout.model * 8)
     step = max(1, _BLOCK_BYTES // bytes_each)
     return (slice(start, start + step) for start in range(0, layout.kv_heads, step))

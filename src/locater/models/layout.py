@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater.core.form import QKForm
-from locater.errors import InputError
+from locater.errors import InputError, guarded
 from locater.models.positions import RotarySpec, alibi_slopes, relative_buckets
 
 Kind = Literal["self", "cross"]
@@ -125,6 +125,16 @@ class AttentionLayout:
         A bias by distance (ALiBi, T5) is written out for that many distances.  `key_heads` takes
         some key heads and the query heads of their groups, to save memory.
         """
+        with guarded(self.name, hint="its tensors have not the shapes that its config asks for."):
+            return self._form(tensors, distances, key_heads)
+
+    def _form(self, tensors: Mapping[str, Tensor], distances: int, key_heads: slice) -> QKForm:
+        if min(self.heads, self.kv_heads, self.head_dim, self.model) < 1:
+            raise InputError(
+                f"{self.name} has {self.heads} heads of {self.head_dim} dimensions on tokens of "
+                f"{self.model}.",
+                hint="nothing can attend there; the file is damaged or made to fail.",
+            )
         share = self.heads // self.kv_heads
         first, last, _ = key_heads.indices(self.kv_heads)
         ours = slice(first * share, last * share)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from locater.errors import LocaterError, guarded
 from locater.models.layout import AttentionLayout, Kind, Projection, Skipped
 from locater.models.names import (
     Names,
@@ -102,10 +103,11 @@ def layouts_by_config(
         if layer is None:
             layer, unnumbered = unnumbered, unnumbered + 1
         try:
-            site = _Site.of(names, attention, layer, rows, config_of(attention))
-            found.append(site.layout())
-        except _UnreadableError as reason:
-            skipped.append(Skipped(name=attention, reason=str(reason)))
+            with guarded("its config", hint=""):
+                site = _Site.of(names, attention, layer, rows, config_of(attention))
+                found.append(site.layout())
+        except LocaterError as error:
+            skipped.append(Skipped(name=attention, reason=error.message))
     return found, skipped + list(names.unrecognized(sites))
 
 
@@ -119,7 +121,7 @@ def _sites(names: Names, recipes: Sequence[Recipe]) -> dict[str, list[Recipe]]:
     return {attention: sites[attention] for attention in sorted(sites, key=natural_order)}
 
 
-class _UnreadableError(Exception):
+class _UnreadableError(LocaterError):
     """Why an attention cannot be read; becomes a `Skipped`."""
 
 
