@@ -6,7 +6,7 @@ BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SCALE ?= quick
 
-.PHONY: reproduce test check bench browser clean
+.PHONY: reproduce test check drill bench browser clean
 .DELETE_ON_ERROR:
 
 reproduce: .venv/installed
@@ -27,6 +27,10 @@ check: .venv/installed-dev
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+
+# kills, full disks, mutated files, hostile pages: about an hour
+drill: .venv/installed-dev browser
+	@$(BIN)/python -m pytest -m "drill" tests/drills -s -q
 
 bench: .venv/installed-dev
 	@for file in benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
