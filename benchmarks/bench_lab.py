@@ -8,9 +8,9 @@ only where the CPU multiplies in bfloat16, and "former" is bf16 with the output 
 0.1, whose probabilities were float32.
 Memory is the peak of a step above what the process held before it, parameters and moments included.
 Aims: three times the plain loop's speed, 1.5 times the former output layer's at d = 128 and 1.7
-times at d = 32, a fifth of the plain loop's memory, and all measurements of a run together under 5 %
-of its time.  Without bfloat16 the products alone bound the speed: the
-share of the machine's own rate for large products says how near the bound is.
+times at d = 32, a fifth of the plain loop's memory, and all measurements of a run together under
+5 % of its time.  Without bfloat16 the products alone bound the speed: the share of the machine's
+own rate for large products says how near the bound is.
 """
 
 from __future__ import annotations

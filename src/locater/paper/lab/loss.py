@@ -71,7 +71,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         work = kind(hidden, weight, targets, chunk, dtype)
         hidden_grad = torch.empty_like(work.hidden, dtype=work.exact)
-        weight_grad = torch.zeros_like(work.weight, dtype=work.exact)
+        weight_grad = torch.empty_like(work.weight, dtype=work.exact)
         loss = work.run(hidden_grad, weight_grad)
         ctx.save_for_backward(hidden_grad, weight_grad)
         ctx.dtypes = hidden.dtype, weight.dtype
@@ -79,8 +79,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        is_one = grad.device.type == "cpu" and grad.item() == 1  # the loss itself: the usual case
         grads = [
-            (one * grad).to(dtype) for one, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+            (one if is_one else one * grad).to(dtype)
+            for one, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
         return None, grads[0], grads[1], None, None, None
 
@@ -109,7 +111,7 @@ class _Work:
 
     @torch.no_grad()
     def run(self, hidden_grad: Tensor | None = None, weight_grad: Tensor | None = None) -> Tensor:
-        """The mean loss; gradients are added to what is given."""
+        """The mean loss; gradients are written to what is given."""
         tokens = len(self.targets)
         total = self.hidden.new_zeros((), dtype=self.exact)
         with torch.autocast(self.hidden.device.type, enabled=False):
@@ -134,7 +136,7 @@ class _Work:
         norm = scores.exp_().sum(dim=0)
         if hidden_grad is not None and weight_grad is not None:
             torch.div(scores.mT @ self.factor, norm[:, None], out=hidden_grad[part])
-            weight_grad.addmm_(scores, rows / norm[:, None])
+            weight_grad.addmm_(scores, rows / norm[:, None], beta=float(part.start > 0))
         return norm.log().sum() - picked
 
 
@@ -159,5 +161,8 @@ class _RoundedWork(_Work):
             losses[lost] = logits.logsumexp(-1) - logits.gather(1, goal[lost, None])[:, 0]
         if hidden_grad is not None and weight_grad is not None:
             hidden_grad[part] = scores @ self.factor
-            weight_grad += scores.mT @ rows
+            if part.start:
+                weight_grad += scores.mT @ rows
+            else:
+                weight_grad.copy_(scores.mT @ rows)
         return losses.sum()
