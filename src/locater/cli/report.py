@@ -74,7 +74,7 @@ def _write(command: ReportCommand, runs: Sequence[Run], audits: Sequence[Audit])
     from importlib.metadata import version
 
     from locater.files import write_file
-    from locater.paper.runs_view import run_labels, run_sections
+    from locater.paper.lab.figures import run_labels, run_sections
     from locater.report.audit_view import audit_labels, audit_sections
     from locater.report.page import render_page
 

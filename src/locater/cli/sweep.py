@@ -68,7 +68,8 @@ def run(arguments: Sequence[str]) -> None:
     command = parse(SweepCommand, "sweep", arguments)
     check_figure(command.figure)
     from locater.paper.lab.presets import SWEEPS, sweep_named
-    from locater.paper.lab.summary import markdown, summarize, update_page
+    from locater.paper.lab.summary import markdown, summarize
+    from locater.report.tables import update_page
 
     names = [name for name in SWEEPS if name.endswith("-cpu")]
     if command.name != "all":
@@ -81,7 +82,7 @@ def run(arguments: Sequence[str]) -> None:
     if command.figure is not None:
         if len(found) > 1:
             raise ConfigError("one figure cannot show all sweeps.", hint="name one of them.")
-        from locater.paper.lab_figures import lab_chart
+        from locater.paper.lab.figures import lab_chart
         from locater.report.charts import save_chart
 
         (pair,) = found.values()
@@ -98,7 +99,7 @@ def run(arguments: Sequence[str]) -> None:
 
 def _adapted(command: SweepCommand, sweep: Sweep) -> Sweep:
     """The sweep on the text and with the seeds that were asked for."""
-    from locater.paper.lab.material import corpus_name
+    from locater.paper.lab.batches import corpus_name
 
     settings = sweep.settings
     if command.data:

@@ -23,7 +23,7 @@ def run(arguments: Sequence[str]) -> None:
     """Train, or go on with a run, then print what came out."""
     from dataclasses import asdict, dataclass, fields
 
-    from locater.paper.lab.material import corpus_name
+    from locater.paper.lab.batches import corpus_name
     from locater.paper.lab.presets import preset_named
     from locater.paper.lab.settings import TrainConfig
 

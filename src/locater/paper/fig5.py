@@ -8,8 +8,8 @@ from typing import Any
 
 import altair as alt
 
+from locater.paper.verdicts import Verdict
 from locater.report.charts import SCALE
-from locater.report.verdicts import Verdict
 from locater.simulation import Simulation
 
 Record = dict[str, Any]

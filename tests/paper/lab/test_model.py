@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from locater import ConfigError, LocAteR, LocAteRConfig, find_attention
-from locater.paper.lab.data import ImageBatches, MaskedBatches, load_digits
+from locater.paper.lab.batches import ImageBatches, MaskedBatches, load_digits
 from locater.paper.lab.model import Transformer, TransformerConfig
 
 Z_LIMIT = NormalDist().inv_cdf(1 - 1e-6 / 2)

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from locater.core.theory import Profile
-from locater.errors import InputError, MissingExtraError
-from locater.files import write_file
+from locater.errors import MissingExtraError
 from locater.paper.lab.presets import Setting, Sweep
 from locater.paper.lab.run import Run
-
-_MARK = re.compile(r"(<!-- results: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+from locater.report.tables import markdown_table
 
 
 def student(freedom: int) -> Any:
@@ -174,20 +170,8 @@ def markdown(rows: Sequence[Row]) -> str:
         "diverged": lambda row: f"{row.diverged} of {row.seeds}" if row.diverged else "",
         "seeds": lambda row: str(row.seeds),
     }
-    cells = {name: [make(row) for row in rows] for name, make in columns.items()}
-    kept = {name: column for name, column in cells.items() if set(column) - {"", "-"}}
-    lines = ["| " + " | ".join(kept) + " |", "|" + "---|" * len(kept)]
-    for place in range(len(rows)):
-        lines.append("| " + " | ".join(column[place] for column in kept.values()) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def update_page(page: Path, table: Callable[[str], str]) -> Path:
-    """Write every table of a page anew, between its marks `<!-- results: NAME -->`."""
-    text = page.read_text(encoding="utf-8")
-    if not _MARK.search(text):
-        raise InputError(f"{page} has no mark for results.", hint="<!-- results: fig6-cpu -->")
-    return write_file(page, _MARK.sub(lambda match: f"{match[1]}{table(match[2])}{match[3]}", text))
+    kept = {n: make for n, make in columns.items() if {make(row) for row in rows} - {"", "-"}}
+    return markdown_table(rows, kept) + "\n"
 
 
 def _row(setting: Setting, baseline: Setting | None, seeds: range, runs: Mapping[str, Run]) -> Row:

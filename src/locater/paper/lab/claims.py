@@ -15,7 +15,7 @@ from locater.paper.lab.summary import (
     participation,
     summarize,
 )
-from locater.report.verdicts import Outcome, Verdict
+from locater.paper.verdicts import Outcome, Verdict
 
 Value = Callable[[Run], float]
 Text = Callable[[Interval], str]
