@@ -17,9 +17,8 @@ from locater import ConfigError, InputError, LocaterError
 from locater.paper.lab.batches import (
     IGNORED,
     Batches,
-    ImageBatches,
     MaskedBatches,
-    Order,
+    Source,
     load_digits,
 )
 from locater.paper.lab.text import (
@@ -313,7 +312,7 @@ def test_a_step_depends_on_seed_and_step_alone() -> None:
         assert torch.equal(Batches(text, length=8, batch=16, seed=5).at(step)[0], seen[step])
     other = Batches(text, length=8, batch=16, seed=6)
     assert not torch.equal(other.at(0)[0], seen[0])
-    orders = Order(1249, batch=1249, seed=5)
+    orders = Source(torch.arange(1249), torch.arange(1249), batch=1249, seed=5)
     assert not torch.equal(orders.indices(0), orders.indices(1))
 
 
@@ -368,17 +367,18 @@ def test_digits_are_cut_in_patches(patch: int) -> None:
     from sklearn import datasets
 
     digits = load_digits(3, patch=patch)
+    (train, train_labels), (valid, _) = digits["train"], digits["valid"]
     images, labels = datasets.load_digits(return_X_y=True)
-    assert len(digits.train) + len(digits.valid) == 1797 and len(digits.valid) == 359
-    assert digits.train.shape[1:] == ((8 // patch) ** 2, patch**2)
+    assert len(train) + len(valid) == 1797 and len(valid) == 359
+    assert train.shape[1:] == ((8 // patch) ** 2, patch**2)
     side = 8 // patch
-    whole = digits.train.unflatten(1, (side, side)).unflatten(3, (patch, patch))
+    whole = train.unflatten(1, (side, side)).unflatten(3, (patch, patch))
     back = (whole.transpose(2, 3).reshape(-1, 64) * 16).round().to(torch.int64)
     known = {
         tuple(image): int(label) for image, label in zip(images.astype(int), labels, strict=True)
     }
-    assert [known[tuple(row)] for row in back.tolist()] == digits.train_labels.tolist()
-    first, label = ImageBatches(digits.train, digits.train_labels, batch=7, seed=0).at(400)
+    assert [known[tuple(row)] for row in back.tolist()] == train_labels.tolist()
+    first, label = Source(train, train_labels, batch=7, seed=0).at(400)
     assert first.shape[0] == label.shape[0] == 7
     with pytest.raises(ConfigError, match="not cut in patches of 3"):
         load_digits(0, patch=3)

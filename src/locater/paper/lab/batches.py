@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
@@ -28,62 +29,58 @@ _EVALUATED = 64
 """Sequences in a batch of valid, whatever the training's batch."""
 
 
-@runtime_checkable
-class Source(Protocol):
-    """Batches by step."""
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Steps until every item has been seen."""
-
-    def at(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of a step."""
-
-
 def generator(*key: int | str) -> torch.Generator:
     """A random generator that depends on the key alone."""
     digest = hashlib.sha256(" ".join(map(str, key)).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
-class Order:
-    """Which items each step takes: one shuffled epoch after the other, every item once in each.
+class Source:
+    """Inputs and targets by step: one shuffled epoch after the other, every item once in each.
 
     A batch that an epoch cannot fill goes on into the next one.  Without a seed the items come in
     their own order and the last batch of the epoch is smaller: this is how a text is evaluated.
     """
 
-    def __init__(self, items: int, *, batch: int, seed: int | None) -> None:
+    def __init__(
+        self, inputs: Tensor, targets: Tensor, *, batch: int = 64, seed: int | None
+    ) -> None:
         if batch < 1:
             raise ConfigError(f"batch must be one or more, got {batch}.", hint="64 in the paper.")
-        self.items, self.batch, self.seed = items, batch, seed
+        self.inputs, self.targets, self.batch, self.seed = inputs, targets, batch, seed
         self._epoch: tuple[int, Tensor] | None = None
 
     @property
     def steps_per_epoch(self) -> int:
         """Steps until every item has been seen."""
-        return -(-self.items // self.batch)
+        return -(-len(self.inputs) // self.batch)
+
+    def at(self, step: int) -> tuple[Tensor, Tensor]:
+        """The inputs and targets of a step, counted from 0."""
+        chosen = self.indices(step)
+        return self.inputs[chosen], self.targets[chosen]
 
     def indices(self, step: int) -> Int64[Tensor, " batch"]:
-        """The items of a step, counted from 0."""
+        """The items of a step."""
+        items = len(self.inputs)
         if self.seed is None:
             start = step % self.steps_per_epoch * self.batch
-            return torch.arange(start, min(start + self.batch, self.items))
+            return torch.arange(start, min(start + self.batch, items))
         place = torch.arange(step * self.batch, (step + 1) * self.batch)
         parts = []
-        for epoch in range(step * self.batch // self.items, int(place[-1]) // self.items + 1):
-            inside = place[place // self.items == epoch] % self.items
+        for epoch in range(step * self.batch // items, int(place[-1]) // items + 1):
+            inside = place[place // items == epoch] % items
             parts.append(self._shuffled(epoch)[inside])
         return torch.cat(parts)
 
     def _shuffled(self, epoch: int) -> Tensor:
         if self._epoch is None or self._epoch[0] != epoch:
-            drawn = torch.randperm(self.items, generator=generator("order", self.seed or 0, epoch))
-            self._epoch = epoch, drawn
+            source = generator("order", self.seed or 0, epoch)
+            self._epoch = epoch, torch.randperm(len(self.inputs), generator=source)
         return self._epoch[1]
 
 
-class Batches:
+class Batches(Source):
     """Blocks of a text and, as targets, the same blocks one token later.
 
     >>> batches = Batches(torch.arange(13), length=4, batch=2, seed=None)
@@ -106,20 +103,9 @@ class Batches:
                 f"a text of {tokens.numel()} tokens has no block of {length} and one to predict.",
                 hint="choose a length from 1 to the number of tokens less one, or more text.",
             )
-        self.order = Order(blocks, batch=batch, seed=seed)
-        self.blocks, self.seed = blocks, seed
-        self.inputs = tokens[: blocks * length].view(blocks, length)
-        self.targets = tokens[1 : blocks * length + 1].view(blocks, length)
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Steps until every block has been seen."""
-        return self.order.steps_per_epoch
-
-    def at(self, step: int) -> tuple[Int64[Tensor, "batch length"], Int64[Tensor, "batch length"]]:
-        """The inputs and targets of a step, counted from 0."""
-        chosen = self.order.indices(step)
-        return self.inputs[chosen], self.targets[chosen]
+        cut = tokens[: blocks * length + 1]
+        inputs, targets = (part.view(blocks, length) for part in (cut[:-1], cut[1:]))
+        super().__init__(inputs, targets, batch=batch, seed=seed)
 
 
 class MaskedBatches(Batches):
@@ -137,16 +123,13 @@ class MaskedBatches(Batches):
         length: int = 64,
         batch: int = 64,
         seed: int | None,
-        share: float = 0.15,
     ) -> None:
         super().__init__(tokens, length=length, batch=batch, seed=seed)
-        if not 0 < share <= 1:
-            raise ConfigError(f"share must lie in (0, 1], got {share}.", hint="0.15 is usual.")
-        self.vocabulary, self.hidden = vocabulary, max(1, round(share * length))
+        self.vocabulary, self.hidden = vocabulary, max(1, round(0.15 * length))
 
-    def at(self, step: int) -> tuple[Int64[Tensor, "batch length"], Int64[Tensor, "batch length"]]:
+    def at(self, step: int) -> tuple[Tensor, Tensor]:
         """The inputs and targets of a step, counted from 0."""
-        tokens = self.inputs[self.order.indices(step)]
+        tokens = self.inputs[self.indices(step)]
         place = step % self.steps_per_epoch if self.seed is None else step
         source = generator("mask", str(self.seed), place)
         draws = torch.rand(tokens.shape, generator=source)
@@ -157,20 +140,14 @@ class MaskedBatches(Batches):
         return torch.where(chosen, shown, tokens), torch.where(chosen, tokens, IGNORED)
 
 
-@dataclass(frozen=True, eq=False)
-class Digits:
-    """Handwritten digits as sequences of patches, pixels from 0 to 1, with their labels."""
-
-    train: Float[Tensor, "train patches pixels"]
-    train_labels: Int64[Tensor, " train"]
-    valid: Float[Tensor, "valid patches pixels"]
-    valid_labels: Int64[Tensor, " valid"]
+Pictures = tuple[Float[Tensor, "pictures patches pixels"], Int64[Tensor, " pictures"]]
 
 
-def load_digits(seed: int, *, patch: int = 2) -> Digits:
-    """scikit-learn's 1,797 digits of 8 × 8 pixels, cut in patches; a fifth is kept for validation.
+def load_digits(seed: int, *, patch: int = _PATCH) -> dict[str, Pictures]:
+    """scikit-learn's 1,797 handwritten digits of 8 × 8 pixels, cut in patches, and their labels.
 
-    Patches of 2 × 2 make sequences of 16, patches of 4 × 4 sequences of 4.
+    Pixels go from 0 to 1; patches of 2 × 2 make sequences of 16, patches of 4 × 4 sequences of 4;
+    a fifth, drawn by the seed, is `valid` and the rest `train`.
     """
     if patch not in (1, 2, 4):
         raise ConfigError(f"8 x 8 pixels are not cut in patches of {patch}.", hint="use 2 or 4.")
@@ -183,35 +160,8 @@ def load_digits(seed: int, *, patch: int = 2) -> Digits:
     cut = pixels.unflatten(3, (8 // patch, patch)).transpose(2, 3).flatten(3).flatten(1, 2)
     numbers = torch.as_tensor(labels, dtype=torch.int64)
     order = torch.randperm(len(cut), generator=generator("digits", seed))
-    train, valid = order[len(cut) // 5 :], order[: len(cut) // 5]
-    return Digits(cut[train], numbers[train], cut[valid], numbers[valid])
-
-
-class ImageBatches:
-    """Images and labels of each step, in the same manner."""
-
-    def __init__(
-        self,
-        images: Float[Tensor, "images patches pixels"],
-        labels: Int64[Tensor, " images"],
-        *,
-        batch: int = 64,
-        seed: int | None,
-    ) -> None:
-        self.images, self.labels = images, labels
-        self.order = Order(len(images), batch=batch, seed=seed)
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Steps until every image has been seen."""
-        return self.order.steps_per_epoch
-
-    def at(
-        self, step: int
-    ) -> tuple[Float[Tensor, "batch patches pixels"], Int64[Tensor, " batch"]]:
-        """The images and labels of a step, counted from 0."""
-        chosen = self.order.indices(step)
-        return self.images[chosen], self.labels[chosen]
+    parts = {"train": order[len(cut) // 5 :], "valid": order[: len(cut) // 5]}
+    return {name: (cut[part], numbers[part]) for name, part in parts.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -259,28 +209,22 @@ def load_material(config: TrainConfig, source: str) -> Material:
     corpus = _corpus(source, config.vocabulary, config.vocabulary_size, config.share)
     size = len(corpus.vocabulary)
 
-    def batches(part: str, seed: int | None, batch: int) -> Batches:
+    def batches(part: str, *, batch: int, seed: int | None) -> Source:
         tokens, length = getattr(corpus, part), config.tokens
         if config.task == "masked":
             return MaskedBatches(tokens, vocabulary=size, length=length, batch=batch, seed=seed)
         return Batches(tokens, length=length, batch=batch, seed=seed)
 
-    return Material(
-        train=batches("train", config.seed, config.batch),
-        valid=batches("valid", 0, _EVALUATED),
-        whole_valid=batches("valid", None, _EVALUATED),
-        whole_test=batches("test", None, _EVALUATED),
-        vocabulary=size,
-        length=config.tokens,
-        corpus={
-            "name": config.corpus,
-            **({"share": config.share} if config.share < 1 else {}),
-            "digest": corpus.digest,
-            "vocabulary": size,
-            "train": corpus.train.numel(),
-            "valid": corpus.valid.numel(),
-        },
-    )
+    about = {
+        "name": config.corpus,
+        **({"share": config.share} if config.share < 1 else {}),
+        "digest": corpus.digest,
+        "vocabulary": size,
+        "train": corpus.train.numel(),
+        "valid": corpus.valid.numel(),
+    }
+    test = batches("test", batch=_EVALUATED, seed=None)
+    return _material(config, batches, test, vocabulary=size, length=config.tokens, corpus=about)
 
 
 @lru_cache(maxsize=4)
@@ -289,18 +233,23 @@ def _corpus(source: str, vocabulary: Any, size: int | None, share: float) -> Cor
 
 
 def _digits(config: TrainConfig) -> Material:
-    digits = load_digits(0, patch=_PATCH)
-    train = ImageBatches(digits.train, digits.train_labels, batch=config.batch, seed=config.seed)
-    valid, whole = (
-        ImageBatches(digits.valid, digits.valid_labels, batch=_EVALUATED, seed=seed)
-        for seed in (0, None)
-    )
+    digits = load_digits(0)
+
+    def batches(part: str, *, batch: int, seed: int | None) -> Source:
+        return Source(*digits[part], batch=batch, seed=seed)
+
+    length = digits["train"][0].shape[1]
+    about = {"name": DIGITS, **{part: len(labels) for part, (_, labels) in digits.items()}}
+    return _material(config, batches, None, vocabulary=10, length=length, corpus=about)
+
+
+def _material(
+    config: TrainConfig, batches: Callable[..., Source], test: Source | None, **about: Any
+) -> Material:
     return Material(
-        train=train,
-        valid=valid,
-        whole_valid=whole,
-        whole_test=None,
-        vocabulary=10,
-        length=digits.train.shape[1],
-        corpus={"name": DIGITS, "train": len(digits.train), "valid": len(digits.valid)},
+        train=batches("train", batch=config.batch, seed=config.seed),
+        valid=batches("valid", batch=_EVALUATED, seed=0),
+        whole_valid=batches("valid", batch=_EVALUATED, seed=None),
+        whole_test=test,
+        **about,
     )

@@ -14,7 +14,7 @@ from locater.errors import InputError
 from locater.paper.lab.presets import Setting, Sweep
 from locater.paper.lab.run import Run
 from locater.paper.lab.settings import TrainConfig
-from locater.paper.lab.summary import summarize
+from locater.paper.lab.summary import ended, summarize
 from locater.report.charts import SCALE, specification, told_apart
 from locater.report.page import Section
 from locater.report.tables import markdown_table
@@ -71,7 +71,7 @@ def curve_records(sweep: Sweep, runs: Mapping[str, Run]) -> list[Record]:
     readings = list(dict.fromkeys(s.reading for s in sweep.settings if s.reading))
     records = []
     for setting in sweep.settings:
-        curves = [run_curves(run) for run in _seeds(setting, sweep, runs)]
+        curves = [run_curves(run) for run in ended(sweep, runs, setting).values()]
         rows = _across_seeds(curves, setting.config.steps)
         label = NONE if setting.kappa is None else f"{setting.kappa:g}"
         for reading in [setting.reading] if setting.reading else readings or [""]:
@@ -90,7 +90,7 @@ def curves_chart(sweep: Sweep, runs: Mapping[str, Run]) -> alt.VConcatChart:
         )
         for reading in dict.fromkeys(record["reading"] for record in records)
     ]
-    counts = [len(_seeds(setting, sweep, runs)) for setting in sweep.settings]
+    counts = [len(ended(sweep, runs, setting)) for setting in sweep.settings]
     note = f"{_band_note(counts)}; perplexity on one fixed batch of valid text"
     subtitle = [size_note(sweep.settings[0].config), note]
     title = alt.Title(sweep.question, subtitle=subtitle, anchor="start")
@@ -192,11 +192,6 @@ def lab_chart(sweep: Sweep, runs: Mapping[str, Run]) -> alt.TopLevelMixin:
     if sweep.name.startswith("fig7"):
         return heat_chart(sweep, runs)
     return (curves_chart if sweep.name.startswith("fig") else comparison_chart)(sweep, runs)
-
-
-def _seeds(setting: Setting, sweep: Sweep, runs: Mapping[str, Run]) -> list[Run]:
-    digests = [replace(setting.config, seed=seed).digest for seed in sweep.all_seeds]
-    return [runs[digest] for digest in digests if digest in runs]
 
 
 def run_curves(run: Run) -> dict[str, dict[int, float]]:
