@@ -90,6 +90,10 @@ def fig5_verdicts(name: str, simulation: Simulation) -> list[Verdict]:
     limit = math.log(simulation.config.tokens)
     pairs = [(rows[mean, wide], rows[mean, narrow]) for mean in means]
     rises = [change > error for change, error in (_entropy_gap(*pair) for pair in pairs)]
+    ends = (
+        f"{top['entropy']:.2f} nats where ρ is localized (mean {most:g}), {low['entropy']:.2f} "
+        f"where it is not (mean {least:g})"
+    )
     readings = {
         "ρ localizes as the mean of the eigenvalues grows.": (
             _share(low, top) < 0.99,
@@ -101,8 +105,7 @@ def fig5_verdicts(name: str, simulation: Simulation) -> list[Verdict]:
         ),
         "Localized attention does not collapse: its entropy is high.": (
             gap > -noise and top["entropy"] > limit / 2,
-            f"{top['entropy']:.2f} nats where ρ is localized (mean {most:g}), {low['entropy']:.2f} "
-            f"where it is not (mean {least:g}), of at most {limit:.2f} (± {noise:.2f})",
+            f"{ends}, of at most {limit:.2f} (± {noise:.2f})",
         ),
         "A smaller scale at a fixed mean raises the attention entropy.": (
             all(rises),

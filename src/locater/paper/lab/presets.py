@@ -95,9 +95,9 @@ def base(dim: int = 128, layers: int = 1, *, cpu: bool = False, **changes: Any) 
 def modern() -> TrainConfig:
     """What is trained today, in the laboratory's size: as Llama is built, warmed up, clipped."""
     shape = {"heads": 4, "kv_heads": 2, "ffn": 344, "norm": "pre", "norm_kind": "rms",
-             "bias": False, "positions": "rotary", "activation": "swiglu", "tied": True}  # fmt: skip
-    return base(128, 2, cpu=True, **shape, dropout=0.0, warmup=100, schedule="cosine", clip=1.0,
-                weight_decay=0.1, learning_rate=2e-3)  # fmt: skip
+             "positions": "rotary", "activation": "swiglu", "tied": True}  # fmt: skip
+    return base(128, 2, cpu=True, **shape, bias=False, dropout=0.0, warmup=100, schedule="cosine",
+                clip=1.0, weight_decay=0.1, learning_rate=2e-3)  # fmt: skip
 
 
 def with_locater(config: TrainConfig, reading: Reading, kappa: float) -> TrainConfig:
