@@ -11,22 +11,16 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import altair as alt
 import torch
 
-from locater.paper.lab.summary import update_page
 from locater.reality.records import COLUMNS, rank_correlation
-from locater.report.charts import save_chart
-from locater.report.reality_view import (
-    entropy_chart,
-    error_chart,
-    kurtosis_chart,
-    profile_panels,
-    quantile_chart,
-    study_chart,
-)
+from locater.report.charts import SCALE, save_chart
+from locater.report.reality_view import entropy_chart, error_chart, profile_panels
+from locater.report.tables import markdown_table, update_page
 
 Study = dict[str, Any]
 Studies = dict[str, Study]
@@ -71,6 +65,97 @@ def draw(studies: Studies, images: Path) -> None:
     for name, charts in side_by_side.items():
         chart = alt.hconcat(*charts).resolve_scale(color="independent")
         save_chart(chart, images / f"reality-{name}.svg")
+
+
+def study_chart(study: dict[str, Study], *, title: str = "", axis: str = "") -> Any:
+    """Errors against one setting, such as the blocks that moments come from."""
+    records = [
+        {"setting": int(setting), "kind": label, "error": row[key]}
+        for setting, row in study.items()
+        for key, label in (
+            ("rho_error_means", "ρ, K, Σ and means"),
+            ("rho_error_rotary", "ρ, K, Σ, means and rotation"),
+            ("rho_error_full", "ρ, full moments"),
+            ("rho_error_given_query", "ρ, full moments, given the query"),
+            ("entropy_error_given_query", "entropy (nats), given the query"),
+            ("rho_noise", "ρ, noise of counting"),
+        )
+        if key in row and not (key == "rho_error_means" and "rho_error_rotary" in row)
+    ]
+    return (
+        alt.Chart(
+            alt.Data(values=records),
+            title=title,
+            width=300,
+            height=220,
+            description=f"Errors of predicted signal propagation and entropy against {axis}",
+        )
+        .mark_line(point=True)
+        .encode(
+            x=alt.X("setting:Q", title=axis, scale=alt.Scale(type="log", base=2)),
+            y=alt.Y("error:Q", title="mean error", scale=alt.Scale(type="log")),
+            color=alt.Color("kind:N", title=None, scale=alt.Scale(range=SCALE)),
+            tooltip=["kind:N", "setting:Q", "error:Q"],
+        )
+    )
+
+
+def kurtosis_chart(heads: Sequence[Study], *, title: str = "") -> Any:
+    """Does it matter that logits are not Gaussian: kurtosis against the error of ρ, by head."""
+    return (
+        alt.Chart(
+            alt.Data(
+                values=[
+                    {"kurtosis": row["logit_kurtosis"], "error": row["rho_error_full"]}
+                    | {"layer": row["layer"], "head": row["head"]}
+                    for row in heads
+                ]
+            ),
+            title=title,
+            width=300,
+            height=220,
+            description="Error of the predicted signal propagation against the excess kurtosis of "
+            "logits, one point per head",
+        )
+        .mark_circle(size=40, opacity=0.8)
+        .encode(
+            x=alt.X(
+                "kurtosis:Q", title="excess kurtosis of logits", scale=alt.Scale(type="symlog")
+            ),
+            y=alt.Y("error:Q", title="mean error of ρ, full moments"),
+            color=alt.Color("layer:Q", scale=alt.Scale(scheme="viridis")),
+            tooltip=["layer:Q", "head:Q", "kurtosis:Q", "error:Q"],
+        )
+    )
+
+
+def quantile_chart(records: Sequence[Study], *, title: str = "") -> Any:
+    """Are features Gaussian: quantiles of the standardized ones against the normal law's."""
+    points = [{**one, "normal": NormalDist().inv_cdf(one["probability"])} for one in records]
+    position = alt.X("normal:Q", title="quantile of a Gaussian")
+    height = alt.Y("quantile:Q", title="quantile of standardized features")
+    line = (
+        alt.Chart(alt.Data(values=points))
+        .mark_line(color="#888", strokeDash=[4, 3])
+        .encode(x=position, y=alt.Y("normal:Q"))
+    )
+    dots = (
+        alt.Chart(alt.Data(values=points))
+        .mark_circle(size=22, opacity=0.6)
+        .encode(
+            x=position,
+            y=height,
+            color=alt.Color("kind:N", title=None, scale=alt.Scale(range=SCALE)),
+            tooltip=["layer:Q", "kind:N", "probability:Q", "quantile:Q"],
+        )
+    )
+    return alt.layer(line, dots).properties(
+        width=300,
+        height=260,
+        title=title,
+        description="Quantiles of standardized tokens, queries and keys of every layer against "
+        "those of a Gaussian, with the diagonal",
+    )
 
 
 def table(studies: Studies, name: str) -> str:
@@ -273,8 +358,7 @@ def _side(name: str, label: str) -> Callable[[Study], str]:
 
 
 def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+    return markdown_table(rows, head) + "\n"
 
 
 def _number(value: float | None) -> str:

@@ -108,7 +108,7 @@ def _other(path: str | None) -> str:
 
 def _trained(run: Path, data: str, count: int) -> tuple[torch.nn.Module, torch.Tensor]:
     """The model of a run, and blocks of the text that it was not trained on."""
-    from locater.paper.lab.trained import load_trained
+    from locater.paper.lab.train import load_trained
 
     model, material = load_trained(run, data=data)
     source = material.whole_valid

@@ -76,7 +76,9 @@ def test_torch_gets_its_threads_back(outcome: str, workers: int) -> None:
 def test_an_unknown_engine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as on a user's machine
     engine: Engine = "steam"  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match=r"unknown engine 'steam'.\nhint: use 'local' or 'ray'"):
+    with pytest.raises(
+        ConfigError, match=r"unknown engine 'steam'.\nhint: choose one of: local, ray"
+    ):
         run_units(lambda unit: unit, [1], engine=engine)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from importlib import import_module
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,11 @@ import pytest
 import locater
 from locater import LocaterError, MissingExtraError
 
+ROOT = Path(__file__).parents[1]
+LOADED_BY_OTHERS = {
+    "peft",  # transformers loads adapters with it
+    "tensorboard",  # accelerate writes its logs with it
+}
 HEAVY = ("torch", "altair", "transformers", "ray", "matplotlib", "pandas")
 
 
@@ -60,6 +67,37 @@ def test_type_checkers_see_the_names_that_users_see() -> None:
     for name, (module, original) in homes.items():
         assert name == original
         assert getattr(import_module(str(module)), original) is getattr(locater, str(name))
+
+
+def declared_distributions() -> set[str]:
+    """The packages that the core or an extra declares, development apart."""
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [listed for name, listed in project["optional-dependencies"].items() if name != "dev"]
+    lines = [line for listed in (project["dependencies"], *extras) for line in listed]
+    return {re.split(r"[\[<>=]", line)[0] for line in lines} - {"locater"}
+
+
+def imported_distributions() -> set[str]:
+    """The packages that the source imports, wherever in a module."""
+    owners = packages_distributions()
+    names = set()
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names.add(node.module.partition(".")[0])
+    outside = names - set(sys.stdlib_module_names) - {"locater"}
+    unknown = {name for name in outside if name not in owners}
+    assert not unknown, f"not installed, so not checked: {unknown}"
+    return {owners[name][0].lower().replace("_", "-") for name in outside}
+
+
+def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None:
+    declared, imported = declared_distributions(), imported_distributions()
+    assert imported - declared == set()
+    assert declared - imported == LOADED_BY_OTHERS
 
 
 def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from locater.errors import ConfigError, LocaterError, MissingExtraError
+from locater.errors import LocaterError, MissingExtraError, unknown
 
 Engine = Literal["local", "ray"]
 Result = TypeVar("Result")
@@ -40,7 +40,7 @@ def run_units(
         return _on_threads(work, units, workers or os.cpu_count() or 1)
     if engine == "ray":
         return _on_ray(work, units, workers, ray_address, gpus)
-    raise ConfigError(f"unknown engine {engine!r}.", hint="use 'local' or 'ray'.")
+    raise unknown("engine", engine, ("local", "ray"))
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 
@@ -52,3 +52,8 @@ class MissingExtraError(LocaterError):
         super().__init__(
             f"{package} is not installed.", hint=f"run: pip install 'locater[{extra}]'"
         )
+
+
+def unknown(what: str, value: object, choices: Iterable[str]) -> ConfigError:
+    """The error for a name that is none of the choices: raise unknown("process", name, names)."""
+    return ConfigError(f"unknown {what} {value!r}.", hint=f"choose one of: {', '.join(choices)}.")

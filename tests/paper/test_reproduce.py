@@ -10,9 +10,10 @@ import pytest
 from tests.paper.whole_page import make_whole_page
 
 from locater.errors import ConfigError
-from locater.paper.reproduce import PARTS, Context, Part, ReproduceConfig, Result, reproduce
+from locater.paper.parts import PARTS, Context, Part, Result
+from locater.paper.reproduce import ReproduceConfig, reproduce
+from locater.paper.verdicts import Verdict
 from locater.report.page import Section
-from locater.report.verdicts import Verdict
 
 FREE = {"quick": 0.0, "cpu": 0.0, "paper": 0.0}
 

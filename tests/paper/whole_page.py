@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from tests.paper.lab.test_sweep import in_this_process
 
-from locater.paper import lab_parts
-from locater.paper import reproduce as module
+from locater.paper import parts
 from locater.paper.lab.presets import Sweep, sweep_named
 from locater.paper.lab.sweep import run_sweep
 from locater.paper.reproduce import ReproduceConfig, reproduce
@@ -40,10 +39,10 @@ def make_whole_page(
         for name, panel in preset("fig5").items()
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lab_parts, "sweep_named", small_sweep)
-        patch.setattr(lab_parts, "run_sweep", partial(run_sweep, workers=1))
-        patch.setattr(lab_parts, "_BLOCKS", {"quick": 100})
-        patch.setattr(module, "preset", lambda _: small)
+        patch.setattr(parts, "sweep_named", small_sweep)
+        patch.setattr(parts, "run_sweep", partial(run_sweep, workers=1))
+        patch.setattr(parts, "_BLOCKS", {"quick": 100})
+        patch.setattr(parts, "preset", lambda _: small)
         in_this_process(patch)
         config = ReproduceConfig(out=out, exports=exports, reality=reality)
         return reproduce(config, report=report)

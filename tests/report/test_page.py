@@ -1,5 +1,4 @@
 import json
-import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -9,7 +8,6 @@ from locater.errors import LocaterError
 from locater.files import write_file
 from locater.paper import curves, figures
 from locater.report.page import Section, render_page, script_json
-from locater.report.verdicts import Verdict
 
 HOSTILE = '<script>alert("x")</script><img src=x onerror=alert(1)>'
 
@@ -58,21 +56,6 @@ def test_every_chart_says_what_it_shows() -> None:
     html = render_page("page", [Section(key="two", title="Two", chart=chart)])
     labels = [a.get("aria-label") for tag, a in _Tags(html).tags if a.get("role") == "group"]
     assert labels == ["left one right one"]
-
-
-def test_verdicts_follow_the_headline_and_lead_to_their_sections() -> None:
-    verdicts = [
-        Verdict(where=HOSTILE, claim="a", outcome="differs", found="1", section="here"),
-        Verdict(where="Eq. 5", claim="b", outcome="reproduced", found="2", section="elsewhere"),
-    ]
-    headline = Section(key="headline", title="Headline")
-    sections = [Section(key="here", title="Here")]
-    html = render_page("page", sections, verdicts=verdicts, headline=headline)
-    assert re.findall(r'<section id="([^"]+)"', html) == ["headline", "verdicts", "here"]
-    table = html[html.index("<table") : html.index("</table>")]
-    assert re.findall(r'href="#([^"]+)"', table) == ["here"]  # no link that leads nowhere
-    assert "<script" not in table
-    assert "2 claims: 1 reproduced, 1 came out otherwise, 0 on which the paper is wrong" in table
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_rubbish(

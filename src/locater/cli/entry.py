@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from locater.cli.terminal import plain, say
-from locater.errors import LocaterError
+from locater.errors import LocaterError, unknown
 
 # a command is `run` in the module of its name in locater.cli; its summary, its example
 _COMMANDS: dict[str, tuple[str, str]] = {
@@ -80,7 +80,7 @@ def _main(arguments: list[str]) -> int:
         return 0
     command = _COMMANDS.get(arguments[0])
     if command is None:
-        say(f"error: unknown command {arguments[0]!r}.\nhint: one of {', '.join(_COMMANDS)}.")
+        say(f"error: {unknown('command', arguments[0], _COMMANDS)}")
         return 2
     try:
         import_module(f"locater.cli.{arguments[0]}").run(arguments[1:])

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tyro.conf import Positional
 
+from locater.audit import Audit, audit_checkpoint
 from locater.cli.terminal import parse, print_json, progress, say
 from locater.errors import ConfigError
-
-if TYPE_CHECKING:
-    from locater.audit import Audit
-    from locater.paper.lab.run import Run
-    from locater.report.page import Section
+from locater.files import write_file
+from locater.paper.lab.figures import run_labels, run_sections
+from locater.paper.lab.run import Run
+from locater.report.audit_view import audit_exports, audit_labels, audit_sections
+from locater.report.charts import save_chart
+from locater.report.page import Section, render_page
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +44,6 @@ def run(arguments: Sequence[str]) -> None:
         raise ConfigError("no run and no audit is named.", hint="locater report RUN... AUDIT...")
     if command.out.suffix != ".html":
         raise ConfigError(f"cannot write a page as {str(command.out)!r}.", hint="end it in .html.")
-    from locater.audit import Audit
-
     found = [_read(path, command.tokens) for path in command.paths]
     audits = [one for one in found if isinstance(one, Audit)]
     runs = [one for one in found if not isinstance(one, Audit)]
@@ -59,11 +59,7 @@ def _read(text: str, tokens: int) -> Run | Audit:
     """A run, an audit that was stored, or a checkpoint to audit."""
     path = Path(text)
     if path.suffix == ".jsonl" or (path / "metrics.jsonl").is_file():
-        from locater.paper.lab.run import Run
-
         return Run.load(path)
-    from locater.audit import Audit, audit_checkpoint
-
     if path.suffix == ".json" and path.is_file():
         return Audit.from_json(path.read_text(encoding="utf-8"))
     with progress(text) as report:
@@ -71,13 +67,6 @@ def _read(text: str, tokens: int) -> Run | Audit:
 
 
 def _write(command: ReportCommand, runs: Sequence[Run], audits: Sequence[Audit]) -> Path:
-    from importlib.metadata import version
-
-    from locater.files import write_file
-    from locater.paper.runs_view import run_labels, run_sections
-    from locater.report.audit_view import audit_labels, audit_sections
-    from locater.report.page import render_page
-
     sections: list[Section] = []
     sections += run_sections(runs) if runs else []
     sections += audit_sections(audits) if audits else []
@@ -91,9 +80,6 @@ def _write(command: ReportCommand, runs: Sequence[Run], audits: Sequence[Audit])
 
 
 def _export(folder: Path, sections: Sequence[Section], audits: Sequence[Audit]) -> None:
-    from locater.report.audit_view import audit_exports
-    from locater.report.charts import save_chart
-
     charts = {section.key: section.chart for section in sections if section.chart}
     charts |= audit_exports(audits)
     for name, spec in charts.items():

@@ -6,21 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from locater.cli.terminal import parse, print_json, say
+from locater.paper.reproduce import ReproduceConfig, reproduce
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReproduceCommand(ReproduceConfig):
+    """Reproduce the paper: every figure, what is right and what is wrong, one page."""
+
+    json: bool = False
+    """Print where the page is as JSON."""
 
 
 def run(arguments: Sequence[str]) -> None:
     """Make the page and print where it is."""
-    from locater.paper.reproduce import ReproduceConfig, reproduce
-
-    @dataclass(frozen=True, kw_only=True)
-    class Reproduce(ReproduceConfig):
-        __doc__ = ReproduceConfig.__doc__
-        json: bool = False
-        """Print where the page is as JSON."""
-
-    config = parse(Reproduce, "reproduce", arguments)
-    page = reproduce(config, report=say).resolve()
-    if config.json:
-        print_json({"page": str(page), "parts": config.parts})
+    command = parse(ReproduceCommand, "reproduce", arguments)
+    page = reproduce(command, report=say).resolve()
+    if command.json:
+        print_json({"page": str(page), "parts": command.parts})
     else:
         print(page)

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
-from locater.cli.terminal import check_figure, parse, print_json, progress, say
+from locater.cli.terminal import (
+    EngineFlags,
+    check_figure,
+    parse,
+    print_json,
+    progress,
+    say,
+    values,
+)
 from locater.errors import ConfigError
-
-if TYPE_CHECKING:
-    from locater.paper.lab.presets import Sweep
-    from locater.paper.lab.run import Run
+from locater.paper.lab.batches import corpus_name
+from locater.paper.lab.presets import SWEEPS, Sweep, compared, grid_of, preset_named, sweep_named
+from locater.paper.lab.run import Run
+from locater.paper.lab.summary import markdown, summarize
+from locater.paper.lab.sweep import SweepFolders, confirmed, run_sweep
+from locater.report.tables import update_page
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepCommand:
+class SweepCommand(EngineFlags):
     """Train every setting of a sweep with every seed, each run once; then a table and a figure."""
 
     name: str = ""
@@ -47,12 +57,6 @@ class SweepCommand:
     """Loggers of accelerate for every run: tensorboard, wandb, trackio and others."""
     train: bool = True
     """--no-train takes only what is finished."""
-    engine: Literal["local", "ray"] = "local"
-    """This machine's cores, or a Ray cluster (extra `cluster`)."""
-    workers: int | None = None
-    """Runs at a time; one thread or GPU each."""
-    ray_address: str | None = None
-    """A running cluster, HOST:6379; without it --engine ray starts one here."""
     figure: Path | None = None
     """Draw the figure here: .html, .svg, .png, .pdf or .json."""
     page: Path | None = None
@@ -63,13 +67,8 @@ class SweepCommand:
 
 def run(arguments: Sequence[str]) -> None:
     """Train what is missing, then print or draw."""
-    if arguments and not arguments[0].startswith("-"):
-        arguments = ["--name", *arguments]
-    command = parse(SweepCommand, "sweep", arguments)
+    command = parse(SweepCommand, "sweep", arguments, first="name")
     check_figure(command.figure)
-    from locater.paper.lab.presets import SWEEPS, sweep_named
-    from locater.paper.lab.summary import markdown, summarize, update_page
-
     names = [name for name in SWEEPS if name.endswith("-cpu")]
     if command.name != "all":
         names = [command.name]
@@ -81,7 +80,7 @@ def run(arguments: Sequence[str]) -> None:
     if command.figure is not None:
         if len(found) > 1:
             raise ConfigError("one figure cannot show all sweeps.", hint="name one of them.")
-        from locater.paper.lab_figures import lab_chart
+        from locater.paper.lab.figures import lab_chart
         from locater.report.charts import save_chart
 
         (pair,) = found.values()
@@ -98,8 +97,6 @@ def run(arguments: Sequence[str]) -> None:
 
 def _adapted(command: SweepCommand, sweep: Sweep) -> Sweep:
     """The sweep on the text and with the seeds that were asked for."""
-    from locater.paper.lab.material import corpus_name
-
     settings = sweep.settings
     if command.data:
         settings = tuple(
@@ -115,8 +112,6 @@ def _adapted(command: SweepCommand, sweep: Sweep) -> Sweep:
 
 def _grid(command: SweepCommand) -> Sweep:
     """The sweep that --grid and --methods describe."""
-    from locater.paper.lab.presets import compared, grid_of, preset_named
-
     if command.name:
         raise ConfigError(
             f"--grid makes a sweep of its own, and {command.name} is another.",
@@ -137,8 +132,6 @@ def _confirmed(
     command: SweepCommand, sweeps: Sequence[Sweep]
 ) -> dict[str, tuple[Sweep, Mapping[str, Run]]]:
     """Each sweep again at every method's best point, with seeds that chose nothing."""
-    from locater.paper.lab.sweep import confirmed
-
     found = {}
     for sweep in sweeps:
         fresh, runs = confirmed(sweep, lambda one: _runs(command, one), seeds=command.confirm)
@@ -147,8 +140,6 @@ def _confirmed(
 
 
 def _runs(command: SweepCommand, sweep: Sweep) -> Mapping[str, Run]:
-    from locater.paper.lab.sweep import SweepFolders, run_sweep
-
     own = sweep.settings[0].config.corpus
     data = command.data or (own if own in ("embedded", "digits") else f"hub:{own}")
     folders = SweepFolders(out=command.out, data=data, results=command.results)
@@ -159,20 +150,14 @@ def _runs(command: SweepCommand, sweep: Sweep) -> Mapping[str, Run]:
         runs = run_sweep(
             sweep.configs(),
             folders,
-            engine=command.engine,
-            workers=command.workers,
-            ray_address=command.ray_address,
             trackers=command.trackers,
             report=report,
+            **values(EngineFlags, command),
         )
     return {run.config.digest: run for run in runs}
 
 
 def _rows(sweep: Sweep, runs: Mapping[str, Run]) -> list[dict[str, Any]]:
-    from dataclasses import asdict
-
-    from locater.paper.lab.summary import summarize
-
     rows = []
     for row in summarize(sweep, runs):
         data = asdict(row)

@@ -7,17 +7,65 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 Config = TypeVar("Config")
 
 
-def parse(config: type[Config], command: str, arguments: Sequence[str]) -> Config:
-    """Flags to a settings dataclass; leaves with 2 and usage where they do not fit."""
+@dataclass(frozen=True, kw_only=True)
+class EngineFlags:
+    """Where independent pieces of work run."""
+
+    engine: Literal["local", "ray"] = "local"
+    """This machine's cores, or a Ray cluster (extra `cluster`)."""
+    workers: int | None = None
+    """Pieces of work at a time; one thread or GPU each."""
+    ray_address: str | None = None
+    """A running cluster, HOST:6379; without it --engine ray starts one here."""
+
+
+def parse(
+    config: type[Config],
+    command: str,
+    arguments: Sequence[str],
+    *,
+    first: str = "",
+    default: Config | None = None,
+) -> Config:
+    """Flags to a settings dataclass; leaves with 2 and usage where they do not fit.
+
+    The flag `first` may stand first, without its name.
+    """
     import tyro
 
-    return tyro.cli(config, prog=f"locater {command}", args=list(arguments))
+    given: dict[str, Any] = {} if default is None else {"default": default}
+    parsed: Config = tyro.cli(
+        config, prog=f"locater {command}", args=with_first(first, arguments), **given
+    )
+    return parsed
+
+
+def with_first(first: str, arguments: Sequence[str]) -> list[str]:
+    """The arguments, with the name of the flag that may stand first without it."""
+    is_bare = bool(first and arguments) and not arguments[0].startswith("-")
+    return [*([f"--{first}"] if is_bare else []), *arguments]
+
+
+def flag(name: str, arguments: Sequence[str], default: str) -> str:
+    """One flag's value, before the others, whose defaults it decides, can be read."""
+    for place, argument in enumerate(arguments):
+        if argument == f"--{name}" and place + 1 < len(arguments):
+            return arguments[place + 1]
+        if argument.startswith(f"--{name}="):
+            return argument.removeprefix(f"--{name}=")
+    return default
+
+
+def values(kind: type, settings: Any) -> dict[str, Any]:
+    """What a command, which is a settings dataclass and more, has in that dataclass's fields."""
+    return {field.name: getattr(settings, field.name) for field in fields(kind)}
 
 
 def check_figure(path: Path | None) -> None:
@@ -33,6 +81,13 @@ def console() -> Any:
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else 100)
+
+
+def show(content: Any) -> None:
+    """A table, or a text as it is, on stdout."""
+    from rich.text import Text
+
+    console().print(Text(content) if isinstance(content, str) else content)
 
 
 def print_json(data: Any) -> None:

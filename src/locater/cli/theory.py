@@ -7,7 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from locater.cli.terminal import console, parse, print_json, say
+from locater.cli.terminal import parse, print_json, say, show
+from locater.core.form import QKForm
+from locater.core.process import TokenProcess
+from locater.core.theory import classify
+from locater.engines import one_thread
+from locater.paper.curves import rho_curves
+from locater.report.tables import terminal_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +41,6 @@ class TheoryConfig:
 def run(arguments: Sequence[str]) -> None:
     """Compute ρ, then print a table, JSON or where the figure is."""
     config = parse(TheoryConfig, "theory", arguments)
-    from locater.core.form import QKForm
-    from locater.core.process import TokenProcess
-    from locater.core.theory import classify
-    from locater.engines import one_thread
-    from locater.paper.curves import rho_curves
-
     makers: dict[str, Callable[[], TokenProcess]] = {
         "random-walk": lambda: TokenProcess.random_walk(config.tokens),
         "autoregressive": lambda: TokenProcess.autoregressive(config.tokens, config.phi),
@@ -70,23 +70,20 @@ def run(arguments: Sequence[str]) -> None:
     if config.json:
         print_json({**summary, "process": config.process, "curves": records})
     elif config.out is None:
-        _print_rho_table(records, config.tokens)
+        show(_rho_table(records, config.tokens))
         print(
             f"regime: {regime.name}, r = {regime.r.item():.4g}; {regime.count.item()} of "
             f"{config.tokens} tokens on ({regime.first.item()} to {regime.last.item()})"
         )
 
 
-def _print_rho_table(records: Sequence[dict[str, Any]], tokens: int) -> None:
-    from rich.table import Table
-
+def _rho_table(records: Sequence[dict[str, Any]], tokens: int) -> Any:
+    """ρ of every curve at eleven positions."""
     curves: dict[str, list[float]] = {}
     for record in records:
         curves.setdefault(record["curve"], []).append(record["rho"])
-    table = Table("θ", *curves)
-    for column in table.columns:
-        column.justify = "right"
-    for position in sorted({round((tokens - 1) * k / 10) for k in range(11)}):
-        row = (f"{rho[position]:.4f}" for rho in curves.values())
-        table.add_row(f"{(position + 1) / tokens:.3f}", *row)
-    console().print(table)
+    rows = [
+        [f"{(position + 1) / tokens:.3f}", *(f"{rho[position]:.4f}" for rho in curves.values())]
+        for position in sorted({round((tokens - 1) * k / 10) for k in range(11)})
+    ]
+    return terminal_table(rows, ["θ", *curves])

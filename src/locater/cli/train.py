@@ -6,80 +6,65 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-import tyro
+from tyro.conf import Suppress
 
-from locater.cli.terminal import console, print_json, say
+from locater.cli.terminal import flag, parse, print_json, say, show, values
+from locater.paper.lab.batches import corpus_name
+from locater.paper.lab.presets import preset_named
+from locater.paper.lab.run import Run
+from locater.paper.lab.settings import TrainConfig
+from locater.paper.lab.train import Progress, train
+from locater.report.tables import Columns, terminal_table
 
-if TYPE_CHECKING:
-    from locater.paper.lab.run import Run
-    from locater.paper.lab.settings import TrainConfig
-    from locater.paper.lab.train import Progress
+
+@dataclass(frozen=True, kw_only=True)
+class TrainCommand(TrainConfig):
+    """Train one model of the paper's laboratory; run again to go on where it stopped.
+
+    The flags after the preset's name change its settings.  Under `accelerate launch` the
+    processes share each batch.
+    """
+
+    corpus: Annotated[str, Suppress] = ""
+    preset: str = "fig8-cpu"
+    """Settings to start from: fig6 to fig12 and fig6-cpu to fig12-cpu without LocAteR;
+    printed, swapped, printed-sum-normalized, swapped-sum-normalized with it, each also -cpu;
+    tiny."""
+    data: str = "embedded"
+    """The text: `embedded`, `hub:wikitext-2`, a folder with train, valid and test, or a file."""
+    out: Path = Path("out/train")
+    """The run's folder."""
+    checkpoint_every: int = 500
+    json: bool = False
+    """Print the last measurement as JSON."""
 
 
 def run(arguments: Sequence[str]) -> None:
     """Train, or go on with a run, then print what came out."""
-    from dataclasses import asdict, dataclass, fields
-
-    from locater.paper.lab.material import corpus_name
-    from locater.paper.lab.presets import preset_named
-    from locater.paper.lab.settings import TrainConfig
-
-    @dataclass(frozen=True, kw_only=True)
-    class Train(TrainConfig):
-        """Train one model of the paper's laboratory; run again to go on where it stopped.
-
-        The flags after the preset's name change its settings.  Under `accelerate launch` the
-        processes share each batch.
-        """
-
-        corpus: Annotated[str, tyro.conf.Suppress] = ""
-        preset: str = "fig8-cpu"
-        """Settings to start from: fig6 to fig12 and fig6-cpu to fig12-cpu without LocAteR;
-        printed, swapped, printed-sum-normalized, swapped-sum-normalized with it, each also -cpu;
-        tiny."""
-        data: str = "embedded"
-        """The text: `embedded`, `hub:wikitext-2`, a folder with train, valid and test, or a
-        file."""
-        out: Path = Path("out/train")
-        """The run's folder."""
-        checkpoint_every: int = 500
-        json: bool = False
-        """Print the last measurement as JSON."""
-
-    start = asdict(preset_named(_preset(arguments)))
-    command = tyro.cli(Train, prog="locater train", args=list(arguments), default=Train(**start))
-    values = {f.name: getattr(command, f.name) for f in fields(TrainConfig)}
-    values["corpus"] = corpus_name(command.data, command.task)
-    config = TrainConfig(**values)
-    result = _train(config, command.out, command.data, command.checkpoint_every)
+    start = preset_named(flag("preset", arguments, TrainCommand.preset))
+    default = TrainCommand(**values(TrainConfig, start))
+    command = parse(TrainCommand, "train", arguments, default=default)
+    corpus = corpus_name(command.data, command.task)
+    config = TrainConfig(**values(TrainConfig, command) | {"corpus": corpus})
+    with _bar(config.steps) as report:
+        result = train(
+            config,
+            command.out,
+            data=command.data,
+            checkpoint_every=command.checkpoint_every,
+            report=report,
+            say=say,
+        )
     if int(os.environ.get("RANK", "0")):
         return
     if command.json:
         print_json({"run": str(command.out), "digest": config.digest, "final": result.final})
     else:
-        _print(result)
-
-
-def _preset(arguments: Sequence[str]) -> str:
-    """The preset that is asked for, before the other flags can be read."""
-    for place, argument in enumerate(arguments):
-        if argument == "--preset" and place + 1 < len(arguments):
-            return arguments[place + 1]
-        if argument.startswith("--preset="):
-            return argument.removeprefix("--preset=")
-    return "fig8-cpu"
-
-
-def _train(config: TrainConfig, out: Path, data: str, checkpoint_every: int) -> Run:
-    from locater.paper.lab.train import train
-
-    with _bar(config.steps) as report:
-        return train(
-            config, out, data=data, checkpoint_every=checkpoint_every, report=report, say=say
-        )
+        show(_layers(result))
 
 
 @contextmanager
@@ -113,20 +98,25 @@ def _bar(steps: int) -> Iterator[Callable[[Progress], None]]:
         yield report
 
 
-def _print(result: Run) -> None:
-    from rich.table import Table
-
+def _layers(result: Run) -> object:
+    """What was measured last, layer by layer."""
     assert result.final is not None
     final, config = result.final, result.config
-    table = Table("layer", "tr W", "‖W‖²", "r = tr W/λ", "entropy", "rank", "lowest ρ", "highest ρ")
+    columns: Columns = {
+        "layer": str,
+        **{
+            title: lambda layer, name=name: f"{final[name][layer]:.3f}"  # type: ignore[misc]
+            for title, name in (
+                ("tr W", "trace"),
+                ("‖W‖²", "frobenius_squared"),
+                ("r = tr W/λ", "r"),
+                ("entropy", "entropy"),
+                ("rank", "rank"),
+            )
+        },
+        "lowest ρ": lambda layer: f"{min(final['rho'][layer]):.2f}",
+        "highest ρ": lambda layer: f"{max(final['rho'][layer]):.2f}",
+    }
     perplexity = math.exp(final["whole_valid_loss"])
-    table.title = f"{config.corpus}, step {final['step']}: valid perplexity {perplexity:.2f}"
-    table.title_justify = "left"
-    for column in table.columns:
-        column.justify = "right"
-    for layer in range(config.layers):
-        names = ("trace", "frobenius_squared", "r", "entropy", "rank")
-        values = [f"{final[name][layer]:.3f}" for name in names]
-        rho = final["rho"][layer]
-        table.add_row(str(layer), *values, f"{min(rho):.2f}", f"{max(rho):.2f}")
-    console().print(table)
+    title = f"{config.corpus}, step {final['step']}: valid perplexity {perplexity:.2f}"
+    return terminal_table(range(config.layers), columns, title=title)

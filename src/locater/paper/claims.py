@@ -16,7 +16,7 @@ from locater.core.penalty import LocAteRConfig, locater_penalty
 from locater.core.process import TokenProcess
 from locater.core.theory import classify, logit_variance, rho_limit, rho_limit_slope, score_moments
 from locater.paper.curves import CORRECTED, PRINTED
-from locater.report.verdicts import Outcome, Verdict
+from locater.paper.verdicts import Outcome, Verdict
 
 Record = dict[str, Any]
 _WRONG: Outcome = "paper is wrong"
@@ -34,7 +34,7 @@ def _curve(records: Sequence[Record], name: str, field: str, **where: float) -> 
     ]
 
 
-def fig1_verdict(records: Sequence[Record]) -> Verdict:
+def fig1_verdicts(records: Sequence[Record]) -> list[Verdict]:
     """Whether the piecewise softmax meets the softmax where it is expanded, and stays near it."""
     gap = _curve(records, "softmax", "gap")
     smooth = _curve(records, "softmax", "value")
@@ -42,14 +42,16 @@ def fig1_verdict(records: Sequence[Record]) -> Verdict:
     distance = [abs(a - b) for a, b in zip(smooth, straight, strict=True)]
     middle = min(range(len(gap)), key=lambda place: abs(gap[place]))
     worst = max(range(len(gap)), key=lambda place: distance[place])
-    return Verdict(
-        where="Sec. 2, Fig. 1",
-        claim="A piecewise-linear softmax stands in for the softmax.",
-        outcome=_judge(distance[middle] < 1e-9 and distance[worst] < 0.25),
-        found=f"equal at the origin, {distance[worst]:.3f} apart at most (at ω₁ − ω₂ = "
-        f"{abs(gap[worst]):.1f})",
-        section="fig1",
-    )
+    return [
+        Verdict(
+            where="Sec. 2, Fig. 1",
+            claim="A piecewise-linear softmax stands in for the softmax.",
+            outcome=_judge(distance[middle] < 1e-9 and distance[worst] < 0.25),
+            found=f"equal at the origin, {distance[worst]:.3f} apart at most (at ω₁ − ω₂ = "
+            f"{abs(gap[worst]):.1f})",
+            section="fig1",
+        )
+    ]
 
 
 def fig2_verdicts(records: Sequence[Record]) -> list[Verdict]:
@@ -91,7 +93,7 @@ def _participation(rho: Sequence[float]) -> float:
     return sum(rho) ** 2 / (len(rho) * sum(value**2 for value in rho))
 
 
-def fig3_verdict(records: Sequence[Record]) -> Verdict:
+def fig3_verdicts(records: Sequence[Record]) -> list[Verdict]:
     """Whether the last token goes dark beyond ξη = 2 and only there, as drawn in the paper."""
     last: dict[float, list[float]] = {}
     for record in records:
@@ -99,31 +101,35 @@ def fig3_verdict(records: Sequence[Record]) -> Verdict:
             last.setdefault(record["xi"] * record["eta"], []).append(record["rho"])
     (low, lows), (high, highs) = sorted(last.items())
     below, above = min(lows), max(highs)
-    return Verdict(
-        where="Fig. 3",
-        claim="Beyond ξη = 2 the late tokens go dark.",
-        outcome=_judge(low < 2 < high and below > 0.99 and above < 0.01),
-        found=f"ρ of the last token is {below:.3f} at ξη = {low:.3g} and {above:.3f} at "
-        f"{high:.3g} (η = 0.01; the text's 0.02 does not fit)",
-        section="fig3",
-    )
+    return [
+        Verdict(
+            where="Fig. 3",
+            claim="Beyond ξη = 2 the late tokens go dark.",
+            outcome=_judge(low < 2 < high and below > 0.99 and above < 0.01),
+            found=f"ρ of the last token is {below:.3f} at ξη = {low:.3g} and {above:.3f} at "
+            f"{high:.3g} (η = 0.01; the text's 0.02 does not fit)",
+            section="fig3",
+        )
+    ]
 
 
-def fig4_verdict(records: Sequence[Record], tokens: int = 64) -> Verdict:
+def fig4_verdicts(records: Sequence[Record], tokens: int = 64) -> list[Verdict]:
     """Whether the printed entropy bound is one, and whether a bound can have a peak."""
     norm, printed = (_curve(records, PRINTED, field) for field in ("norm", "entropy"))
     bound = _curve(records, "attained bound", "entropy")
     peak, limit = max(printed), math.log(tokens)
     falls = all(a > b for a, b in pairwise(bound))
-    return Verdict(
-        where="Eq. 9, Fig. 4",
-        claim="The entropy bound rises to a peak and then falls with the norm of W_QK.",
-        outcome=_judge(peak <= limit and not falls),
-        found=f"the printed bound reaches {peak:.2f} at ν = {norm[printed.index(peak)]:.1f}, no "
-        f"entropy exceeds ln {tokens} = {limit:.2f}; the attained bound "
-        + ("only falls" if falls else "rises somewhere"),
-        section="fig4",
-    )
+    return [
+        Verdict(
+            where="Eq. 9, Fig. 4",
+            claim="The entropy bound rises to a peak and then falls with the norm of W_QK.",
+            outcome=_judge(peak <= limit and not falls),
+            found=f"the printed bound reaches {peak:.2f} at ν = {norm[printed.index(peak)]:.1f}, "
+            f"no entropy exceeds ln {tokens} = {limit:.2f}; the attained bound "
+            + ("only falls" if falls else "rises somewhere"),
+            section="fig4",
+        )
+    ]
 
 
 def theory_verdicts() -> Iterator[Verdict]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from locater.paper.curves import CORRECTED, PRINTED
 from locater.report.charts import SCALE
-from locater.report.page import Section, asset
+from locater.report.page import Section, asset, rendered
 
 Spec = dict[str, Any]
 FINITE = "Gaussian, exact moments at T"
@@ -103,13 +103,11 @@ def _data() -> list[Spec]:
     ]
 
 
-def explorer_spec(**settings: float | str) -> Spec:
+def explorer_spec() -> Spec:
     """A Vega specification whose signals are ξ, η, T, the token process and its φ.
 
-    Its data `tokens_rho`, `curves` and `regime` hold what is drawn.  `settings` choose where the
-    signals start: xi, eta, tokens, process, neighbors.
+    Its data `tokens_rho`, `curves` and `regime` hold what is drawn.
     """
-    start = {**_START, **settings}
     names, colors = list(_CURVES), SCALE[: len(_CURVES)]
     dashes = [[5, 3], [1, 0], [2, 2]]
     return {
@@ -124,7 +122,7 @@ def explorer_spec(**settings: float | str) -> Spec:
         "signals": [
             {"name": "width", "init": "containerSize()[0] ? min(containerSize()[0], 900) : 640",
              "on": [{"events": "window:resize", "update": "min(containerSize()[0], 900)"}]},
-            *({"name": name, "value": value} for name, value in start.items()),
+            *({"name": name, "value": value} for name, value in _START.items()),
             {"name": "phi", "update": "process == 'autoregressive' ? neighbors : 0"},
         ],
         "data": _data(),
@@ -179,33 +177,14 @@ def _lines() -> Spec:
 
 def explorer_section() -> Section:
     """The sliders, the chart, the regime in words and the numbers in a table."""
-    sliders = (
-        ("xi", "ξ, how far the spectrum is off zero", -16, 16, 0.1, _START["xi"]),
-        ("eta", "η, its scale", -3, 1, 0.02, 0),  # the slider holds log10 η
-        ("tokens", "T, the length", 2, 512, 1, _START["tokens"]),
-        ("neighbors", "φ, correlation of neighbors", -0.95, 0.99, 0.01, _START["neighbors"]),
-    )
-    fields = [
-        f'<label>{label} <span class="value" id="explorer-{name}">{_START[name]}</span>'
-        f'<input type="range" name="{name}" min="{low}" max="{high}" step="{step}" '
-        f'value="{value}"></label>'
-        for name, label, low, high, step, value in sliders
-    ]
-    options = "".join(f'<option value="{k}">{words}</option>' for k, words in _PROCESSES.items())
-    choice = f'<label>tokens follow each other as <select name="process">{options}</select></label>'
-    heads = "".join(f'<th scope="col" class="number">{name}</th>' for name in ("i", "θ", *_CURVES))
+    room = "locater.paper"
     return Section(
         key="explorer",
         title="Explorer: move the spectrum",
-        before='<form class="controls" id="explorer-controls" aria-label="Spectrum and tokens">'
-        + "".join([*fields[:3], choice, fields[3]])
-        + '</form><p class="readout" role="status">Regime: <strong id="explorer-regime"></strong>'
-        '<span id="explorer-words"></span></p>',
+        before=rendered("explorer.html", "controls", _START, _PROCESSES, room=room),
         chart=explorer_spec(),
-        after='<div class="table"><table><caption>ρ at five tokens</caption><thead><tr>'
-        + heads
-        + '</tr></thead><tbody id="explorer-values"></tbody></table></div>',
-        script=asset("explorer.js", room="locater.paper"),
+        after=rendered("explorer.html", "values", list(_CURVES), room=room),
+        script=asset("explorer.js", room=room),
         caption="A regime is named after the tokens that are on: those whose ρ is at least half of "
         "the largest, on the dotted curve. Printed and corrected limits belong to the random walk, "
         "whatever tokens are chosen.",

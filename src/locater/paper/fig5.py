@@ -8,8 +8,8 @@ from typing import Any
 
 import altair as alt
 
-from locater.report.charts import SCALE
-from locater.report.verdicts import Verdict
+from locater.paper.verdicts import Verdict
+from locater.report.charts import rho_axis, theta_axis, told_apart
 from locater.simulation import Simulation
 
 Record = dict[str, Any]
@@ -90,37 +90,37 @@ def fig5_verdicts(name: str, simulation: Simulation) -> list[Verdict]:
     limit = math.log(simulation.config.tokens)
     pairs = [(rows[mean, wide], rows[mean, narrow]) for mean in means]
     rises = [change > error for change, error in (_entropy_gap(*pair) for pair in pairs)]
+    ends = (
+        f"{top['entropy']:.2f} nats where ρ is localized (mean {most:g}), {low['entropy']:.2f} "
+        f"where it is not (mean {least:g})"
+    )
+    readings = {
+        "ρ localizes as the mean of the eigenvalues grows.": (
+            _share(low, top) < 0.99,
+            f"{_verdict(low, top)}, from mean {least:g} to {most:g}",
+        ),
+        "ρ localizes as the scale of the eigenvalues shrinks.": (
+            _share(broad, top) < 0.99,
+            f"{_verdict(broad, top)}, from scale {wide:g} to {narrow:g} at mean {most:g}",
+        ),
+        "Localized attention does not collapse: its entropy is high.": (
+            gap > -noise and top["entropy"] > limit / 2,
+            f"{ends}, of at most {limit:.2f} (± {noise:.2f})",
+        ),
+        "A smaller scale at a fixed mean raises the attention entropy.": (
+            all(rises),
+            "; ".join(f"at {_entropy_change(*pair)}" for pair in pairs),
+        ),
+    }
     return [
         Verdict(
-            where=f"Fig. 5, {name}",
-            claim="ρ localizes as the mean of the eigenvalues grows.",
-            outcome="reproduced" if _share(low, top) < 0.99 else "differs",
-            found=f"{_verdict(low, top)}, from mean {least:g} to {most:g}",
+            where=f"Sec. 5, Fig. 5, {name}" if "entropy" in claim else f"Fig. 5, {name}",
+            claim=claim,
+            outcome="reproduced" if holds else "differs",
+            found=found,
             section="fig5",
-        ),
-        Verdict(
-            where=f"Fig. 5, {name}",
-            claim="ρ localizes as the scale of the eigenvalues shrinks.",
-            outcome="reproduced" if _share(broad, top) < 0.99 else "differs",
-            found=f"{_verdict(broad, top)}, from scale {wide:g} to {narrow:g} at mean {most:g}",
-            section="fig5",
-        ),
-        Verdict(
-            where=f"Sec. 5, Fig. 5, {name}",
-            claim="Localized attention does not collapse: its entropy is high.",
-            outcome="reproduced" if gap > -noise and top["entropy"] > limit / 2 else "differs",
-            found=f"{top['entropy']:.2f} nats where ρ is localized (mean {most:g}), "
-            f"{low['entropy']:.2f} where it is not (mean {least:g}), of at most {limit:.2f} "
-            f"(± {noise:.2f})",
-            section="fig5",
-        ),
-        Verdict(
-            where=f"Sec. 5, Fig. 5, {name}",
-            claim="A smaller scale at a fixed mean raises the attention entropy.",
-            outcome="reproduced" if all(rises) else "differs",
-            found="; ".join(f"at {_entropy_change(*pair)}" for pair in pairs),
-            section="fig5",
-        ),
+        )
+        for claim, (holds, found) in readings.items()
     ]
 
 
@@ -171,19 +171,11 @@ def fig5_chart(simulations: Mapping[str, Simulation], *, title: str) -> alt.VCon
 def _row(name: str, simulation: Simulation) -> alt.HConcatChart:
     records, scales = rho_records(simulation), sorted({s for _, s in simulation.config.pairs})
     means = list(dict.fromkeys(record["mean"] for record in records))
-    color = alt.Color(
-        "mean:N",
-        title="mean of eigenvalues",
-        scale=alt.Scale(domain=means, range=SCALE[: len(means)]),
-        legend=alt.Legend(orient="top", symbolOpacity=1),
-    )
-    base = alt.Chart().encode(
-        x=alt.X("theta:Q", title="θ = i/T", scale=alt.Scale(domain=[0, 1])), color=color
-    )
-    y = alt.Y("rho:Q", title="ρ", scale=alt.Scale(domain=[0, 1]))
+    color = told_apart("mean", means, title="mean of eigenvalues", symbolOpacity=1)["color"]
+    base = alt.Chart().encode(x=theta_axis("θ = i/T"), color=color)
     band = base.mark_area(opacity=0.25).encode(y=alt.Y("low:Q", title="ρ"), y2="high:Q")
     line = base.mark_line(clip=True).encode(
-        y=y, tooltip=["mean:N", "scale:Q", "theta:Q", "rho:Q", "exact:Q"]
+        y=rho_axis("ρ"), tooltip=["mean:N", "scale:Q", "theta:Q", "rho:Q", "exact:Q"]
     )
     exact = base.mark_line(strokeDash=[3, 3], strokeWidth=1, color="#222", clip=True).encode(
         y="exact:Q", color=alt.value("#222"), detail="mean:N"

@@ -6,29 +6,18 @@ from collections.abc import Sequence
 
 import altair as alt
 
-from locater.report.charts import Record, curve_color, rho_chart
+from locater.report.charts import Record, curve_chart, rho_chart
 
 
 def softmax_chart(records: Sequence[Record]) -> alt.Chart:
     """Fig. 1: softmax against its piecewise-linear form, for two tokens."""
-    color, dash = curve_color(records)
-    return (
-        alt.Chart(
-            alt.Data(values=list(records)),
-            title="Fig. 1  Softmax and its piecewise-linear form",
-            description="Two curves over the difference of two logits: the softmax is smooth, the "
-            "piecewise form is a straight line cut off at 0 and 1; they touch at the origin.",
-            width=420,
-            height=240,
-        )
-        .mark_line()
-        .encode(
-            x=alt.X("gap:Q", title="ω₁ − ω₂"),
-            y=alt.Y("value:Q", title="first entry"),
-            color=color,
-            strokeDash=dash,
-            tooltip=["curve:N", "gap:Q", "value:Q"],
-        )
+    return curve_chart(
+        records,
+        alt.X("gap:Q", title="ω₁ − ω₂"),
+        alt.Y("value:Q", title="first entry"),
+        title="Fig. 1  Softmax and its piecewise-linear form",
+        description="Two curves over the difference of two logits: the softmax is smooth, the "
+        "piecewise form is a straight line cut off at 0 and 1; they touch at the origin.",
     )
 
 
@@ -68,22 +57,11 @@ def threshold_chart(records: Sequence[Record]) -> alt.FacetChart:
 
 def entropy_bound_chart(records: Sequence[Record]) -> alt.Chart:
     """Fig. 4: the entropy lower bound, attained and as printed."""
-    color, dash = curve_color(records)
-    return (
-        alt.Chart(
-            alt.Data(values=list(records)),
-            title="Fig. 4  The entropy lower bound falls; the printed one rises above any entropy",
-            description="Entropy bound against the norm of the logits: the attained bound falls "
-            "from ln T to zero, the printed one climbs past ln T and has a peak.",
-            width=420,
-            height=240,
-        )
-        .mark_line()
-        .encode(
-            x=alt.X("norm:Q", title="norm ν of the logits"),
-            y=alt.Y("entropy:Q", title="nats"),
-            color=color,
-            strokeDash=dash,
-            tooltip=["curve:N", "norm:Q", alt.Tooltip("entropy:Q", format=".4f")],
-        )
+    return curve_chart(
+        records,
+        alt.X("norm:Q", title="norm ν of the logits"),
+        alt.Y("entropy:Q", title="nats"),
+        title="Fig. 4  The entropy lower bound falls; the printed one rises above any entropy",
+        description="Entropy bound against the norm of the logits: the attained bound falls "
+        "from ln T to zero, the printed one climbs past ln T and has a peak.",
     )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import struct
 from base64 import b64encode
-from collections.abc import Iterable, Sequence
-from html import escape
+from collections.abc import Sequence
 from importlib.metadata import version
 from itertools import chain
 from typing import Any
@@ -14,8 +13,8 @@ import altair as alt
 
 from locater.audit import RULES, Audit, HeadRecord
 from locater.errors import InputError
-from locater.report.charts import SCALE, specification
-from locater.report.page import Section, asset, chart_box, render_page, script_json
+from locater.report.charts import SCALE, rho_axis, specification, theta_axis
+from locater.report.page import Section, asset, render_page, rendered
 
 Record = dict[str, Any]
 NUMBERS = {
@@ -185,8 +184,8 @@ def head_charts(
         alt.Chart(data["rho"])
         .mark_line(clip=True)
         .encode(
-            x=alt.X("theta:Q", title="relative position θ = i/T", scale=alt.Scale(domain=[0, 1])),
-            y=alt.Y("rho:Q", title="ρ(θ)", scale=alt.Scale(domain=[0, 1])),
+            x=theta_axis(),
+            y=rho_axis(),
             color=color,
             tooltip=["checkpoint:N", "theta:Q", "rho:Q"],
         )
@@ -277,111 +276,43 @@ def audit_sections(audits: Sequence[Audit]) -> list[Section]:
     """The sections of that page, for a page that has others too."""
     if not audits:
         raise InputError("there is no audit to show.", hint="give at least one.")
-    if not any(audit.rows for audit in audits):
-        return [_summary(audits), _rests_on(audits)]
-    return [_summary(audits), _maps(audits), _detail(audits), _table(audits), _rests_on(audits)]
+    labeled = list(zip(audit_labels(audits), audits, strict=True))
+    summary = rendered("audit.html", "summary", audits)
+    basis = rendered("audit.html", "basis", labeled, RULES)
+    heads = _head_sections(audits) if any(audit.rows for audit in audits) else []
+    return [
+        Section(key="summary", title="Summary", before=summary),
+        *heads,
+        Section(key="basis", title="What this rests on", before=basis),
+    ]
 
 
-def _summary(audits: Sequence[Audit]) -> Section:
-    said = "".join(f"<p>{escape(audit.summary)}</p>" for audit in audits)
-    return Section(key="summary", title="Summary", before=said)
-
-
-def _maps(audits: Sequence[Audit]) -> Section:
-    choices = {**WORDS, **NUMBERS}
-    first = telling_column(audits)
-    options = "".join(
-        f'<option value="{key}"{" selected" * (key == first)}>{escape(name)}</option>'
-        for key, name in choices.items()
-    )
-    compare = (
-        '<label>show <select name="mode"><option value="values">values</option>'
-        '<option value="change">change against the first</option></select></label>'
-        if len(audits) > 1
-        else ""
-    )
-    return Section(
-        key="heads",
-        title="All heads",
-        before=f'<script type="application/json" id="audit-data">{script_json(_data(audits))}'
-        '</script><form class="controls" id="audit-controls" aria-label="What the maps show">'
-        f'<label>color by <select name="column">{options}</select></label>{compare}</form>'
-        '<div class="scale" id="audit-scale"></div><div class="maps" id="audit-maps"></div>',
-        script=asset("audit.js"),
-        text="Rows are layers, columns are heads. Click a head, or move with the arrow keys and "
-        "press Enter: the section below shows it.",
-    )
-
-
-def _detail(audits: Sequence[Audit]) -> Section:
-    names = {
-        "eigenvalues": "Eigenvalues",
-        "singular": "Singular values",
-        "rho": "Where the gate is open",
-    }
+def _head_sections(audits: Sequence[Audit]) -> list[Section]:
+    """Maps of all heads, the detail of one, and their ranking."""
+    columns, first = {**WORDS, **NUMBERS}, telling_column(audits)
     worst = next(audit.worst_first()[0] for audit in audits if audit.rows)
     charts = head_charts(audits, worst.name, worst.head)
-    figures = "".join(
-        f"<figure><h4>{names[key]}</h4>"
-        + chart_box(f"head-{key}", specification(charts[key]))
-        + "</figure>"
-        for key in names
-    )
-    return Section(
-        key="head",
-        title="One head",
-        before='<h3 id="head-name" aria-live="polite"></h3><div id="head-verdicts"></div>'
-        f'<div class="detail">{figures}</div><details><summary>All numbers of this head</summary>'
-        '<div class="table" tabindex="0"><table id="head-numbers"></table></div></details>',
-    )
-
-
-def _table(audits: Sequence[Audit]) -> Section:
+    specs = {key: specification(chart) for key, chart in charts.items()}
     several = len(audits) > 1
-    what = "Heads, most changed first" if several else "Heads, worst first"
-    return Section(
-        key="table",
-        title=what,
-        before='<div class="table" tabindex="0"><table id="audit-table"></table></div>',
-        text="The twenty heads that changed most in the chosen column, first against last."
-        if several
-        else "The twenty heads of most concern; the maps have all of them.",
-    )
-
-
-def _rests_on(audits: Sequence[Audit]) -> Section:
-    """Settings, rules, caveats and what was skipped, as they are."""
-    parts = []
-    for label, audit in zip(audit_labels(audits), audits, strict=True):
-        facts = {
-            "format": audit.format,
-            "heads": len(audit.rows),
-            "tokens": audit.tokens,
-            "token process": audit.process,
-            "ρ": audit.method,
-            "bytes read": f"{audit.bytes_read:,}",
-        }
-        parts.append(f"<h3>{escape(label)}</h3>{_table_of(facts.items())}")
-        if audit.caveats:
-            parts.append(_list("Caveats", audit.caveats))
-        if audit.skipped:
-            skipped = [f"{one.name}: {one.reason}" for one in audit.skipped]
-            parts.append(_list("Skipped", skipped))
-    parts.append(f"<h3>Rules of the verdicts</h3>{_table_of(RULES.items())}")
-    return Section(key="basis", title="What this rests on", before="".join(parts))
-
-
-def _list(title: str, items: Iterable[str]) -> str:
-    lines = "".join(f"<li>{escape(item)}</li>" for item in items)
-    return f"<h4>{title}</h4><ul>{lines}</ul>"
-
-
-def _table_of(items: Iterable[tuple[str, Any]]) -> str:
-    rows = "".join(
-        f'<tr><th scope="row">{escape(name)}</th><td>{escape(str(value))}</td></tr>'
-        for name, value in items
-    )
-    return f'<div class="table"><table>{rows}</table></div>'
+    return [
+        Section(
+            key="heads",
+            title="All heads",
+            before=rendered("audit.html", "maps", _data(audits), columns, first),
+            script=asset("audit.js"),
+            text="Rows are layers, columns are heads. Click a head, or move with the arrow keys "
+            "and press Enter: the section below shows it.",
+        ),
+        Section(key="head", title="One head", before=rendered("audit.html", "detail", specs)),
+        Section(
+            key="table",
+            title="Heads, most changed first" if several else "Heads, worst first",
+            before=rendered("audit.html", "ranking"),
+            text="The twenty heads that changed most in the chosen column, first against last."
+            if several
+            else "The twenty heads of most concern; the maps have all of them.",
+        ),
+    ]
 
 
 def _data(audits: Sequence[Audit]) -> dict[str, Any]:

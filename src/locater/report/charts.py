@@ -19,47 +19,69 @@ except ImportError as error:  # pragma: no cover - the dev environment has it
 Record = dict[str, Any]
 
 # Okabe and Ito's palette, which color-blind readers can tell apart; the paper is always vermilion
-_PRINTED, _RIGHT, _EXACT = "#D55E00", "#0072B2", "#222222"
-SCALE = [_PRINTED, _RIGHT, "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]
+SCALE = ["#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]
+_DASHES = [[5, 3], [1, 0], [2, 2], [8, 2], [1, 3], [4, 1]]
+_SUFFIXES = (".html", ".svg", ".png", ".pdf", ".json")
 
 
-def curve_color(records: Sequence[Record]) -> tuple[alt.Color, alt.StrokeDash]:
-    """Color and dash by curve, in the order of the records; the same legend for both."""
+def told_apart(
+    field: str,
+    names: Sequence[str],
+    *,
+    title: str | None = None,
+    colors: list[str] = SCALE,
+    dashes: list[list[int]] = _DASHES,
+    **legend: Any,
+) -> dict[str, Any]:
+    """Color and dash of lines by the name in a field, in this order, under one legend."""
+    names = list(names)
+    shown = alt.Legend(title=title, orient="top", **{"labelLimit": 400, **legend})
+    color = alt.Scale(domain=names, range=colors[: len(names)])
+    dash = alt.Scale(domain=names, range=dashes[: len(names)])
+    return {
+        "color": alt.Color(f"{field}:N", scale=color, legend=shown, sort=names),
+        "strokeDash": alt.StrokeDash(f"{field}:N", scale=dash, legend=shown, sort=names),
+    }
+
+
+def theta_axis(title: str = "relative position θ = i/T") -> alt.X:
+    """θ from 0 to 1."""
+    return alt.X("theta:Q", title=title, scale=alt.Scale(domain=[0, 1]))
+
+
+def rho_axis(title: str = "ρ(θ)") -> alt.Y:
+    """ρ from 0 to 1."""
+    return alt.Y("rho:Q", title=title, scale=alt.Scale(domain=[0, 1]))
+
+
+def curve_chart(
+    records: Sequence[Record], x: alt.X, y: alt.Y, *, title: str, description: str, width: int = 420
+) -> alt.Chart:
+    """One line for each `curve` of the records: Figs. 1-4."""
     names = list(dict.fromkeys(record["curve"] for record in records))
-    colors = SCALE[: len(names)]
-    dashes = [[5, 3], [1, 0], [2, 2], [8, 2], [1, 3], [4, 1]][: len(names)]
-    legend = alt.Legend(title=None, orient="top", labelLimit=400)
+    shown = [x.shorthand, alt.Tooltip(y.shorthand, format=".4f")]
     return (
-        alt.Color(
-            "curve:N", scale=alt.Scale(domain=names, range=colors), legend=legend, sort=names
-        ),
-        alt.StrokeDash(
-            "curve:N", scale=alt.Scale(domain=names, range=dashes), legend=legend, sort=names
-        ),
+        alt.Chart(
+            alt.Data(values=list(records)),
+            title=title,
+            description=description,
+            width=width,
+            height=240,
+        )
+        .mark_line(clip=True)
+        .encode(x=x, y=y, tooltip=["curve:N", *shown], **told_apart("curve", names))
     )
 
 
 def rho_chart(records: Sequence[Record], *, title: str = "", width: int = 420) -> alt.Chart:
     """ρ against θ, one line per curve: a panel of Figs. 2 and 3."""
-    color, dash = curve_color(records)
-    return (
-        alt.Chart(
-            alt.Data(values=list(records)),
-            title=title,
-            description="Signal propagation probability by relative position, one line per way of "
-            "computing it: " + ", ".join(dict.fromkeys(record["curve"] for record in records)),
-            width=width,
-            height=240,
-        )
-        .mark_line(clip=True)
-        .encode(
-            x=alt.X("theta:Q", title="relative position θ = i/T", scale=alt.Scale(domain=[0, 1])),
-            y=alt.Y("rho:Q", title="ρ(θ)", scale=alt.Scale(domain=[0, 1])),
-            color=color,
-            strokeDash=dash,
-            tooltip=["curve:N", "theta:Q", alt.Tooltip("rho:Q", format=".4f")],
-        )
+    names = ", ".join(dict.fromkeys(record["curve"] for record in records))
+    description = (
+        "Signal propagation probability by relative position, one line per way of computing it: "
+        + names
     )
+    axes = theta_axis(), rho_axis()
+    return curve_chart(records, *axes, title=title, description=description, width=width)
 
 
 def specification(chart: alt.TopLevelMixin) -> dict[str, Any]:
@@ -74,9 +96,6 @@ def check_suffix(path: Path) -> None:
         raise ConfigError(
             f"cannot write a figure as {path.name!r}.", hint="use one of: " + ", ".join(_SUFFIXES)
         )
-
-
-_SUFFIXES = (".html", ".svg", ".png", ".pdf", ".json")
 
 
 def save_chart(chart: alt.TopLevelMixin | dict[str, Any], path: Path) -> Path:

@@ -8,11 +8,18 @@ from typing import Any
 
 import altair as alt
 
-from locater.core.gaussianity import normal_quantile
 from locater.files import write_file
 from locater.reality.records import COLUMNS, Reality
-from locater.report.charts import SCALE, save_chart, specification
-from locater.report.page import Section, plain_markdown, render_page
+from locater.report.charts import (
+    SCALE,
+    rho_axis,
+    save_chart,
+    specification,
+    theta_axis,
+    told_apart,
+)
+from locater.report.page import Section, render_page
+from locater.report.tables import Columns, markdown_table, plain_markdown
 
 Record = dict[str, Any]
 _SHOWN = ("printed", "kernel", "means", "rotary", "given_query")
@@ -47,14 +54,8 @@ def profile_panels(records: Sequence[Record], *, title: str = "", columns: int =
     labels = [COLUMNS[name] for name in names]
     lines = [{**one, "curve": COLUMNS[one["curve"]]} for one in records if one["curve"] in names]
     dots = [one for one in records if one["curve"] == "measured"]
-    position = alt.X("theta:Q", title="θ = i/T", scale=alt.Scale(domain=[0, 1]))
-    height = alt.Y("rho:Q", title="ρ", scale=alt.Scale(domain=[0, 1]))
-    color = alt.Color(
-        "curve:N",
-        title=None,
-        scale=alt.Scale(domain=labels, range=SCALE[: len(labels)]),
-        legend=alt.Legend(orient="top", labelLimit=300),
-    )
+    position, height = theta_axis("θ = i/T"), rho_axis("ρ")
+    color = told_apart("curve", labels, labelLimit=300)["color"]
     panels = list(dict.fromkeys(one["panel"] for one in records))
     charts = []
     for panel in panels:
@@ -87,10 +88,7 @@ def profile_panels(records: Sequence[Record], *, title: str = "", columns: int =
 
 def error_chart(layers: Sequence[Record], *, title: str = "") -> Any:
     """Mean error of ρ by layer, one line per prediction, on a logarithmic axis."""
-    names = [
-        name for name in COLUMNS if layers and isinstance(layers[0].get(f"rho_error_{name}"), float)
-    ]
-    kinds = {COLUMNS[name]: f"rho_error_{name}" for name in names}
+    kinds = {COLUMNS[name]: f"rho_error_{name}" for name in _predictions(layers)}
     kinds["noise of counting"] = "rho_noise"
     records = [
         {"layer": layer["layer"], "prediction": label, "error": max(layer[key], 1e-4)}
@@ -161,97 +159,6 @@ def entropy_chart(heads: Sequence[Record], *, column: str = "given_query", title
     )
 
 
-def study_chart(study: dict[str, Record], *, title: str = "", axis: str = "") -> Any:
-    """Errors against one setting, such as the blocks that moments come from."""
-    records = [
-        {"setting": int(setting), "kind": label, "error": row[key]}
-        for setting, row in study.items()
-        for key, label in (
-            ("rho_error_means", "ρ, K, Σ and means"),
-            ("rho_error_rotary", "ρ, K, Σ, means and rotation"),
-            ("rho_error_full", "ρ, full moments"),
-            ("rho_error_given_query", "ρ, full moments, given the query"),
-            ("entropy_error_given_query", "entropy (nats), given the query"),
-            ("rho_noise", "ρ, noise of counting"),
-        )
-        if key in row and not (key == "rho_error_means" and "rho_error_rotary" in row)
-    ]
-    return (
-        alt.Chart(
-            alt.Data(values=records),
-            title=title,
-            width=300,
-            height=220,
-            description=f"Errors of predicted signal propagation and entropy against {axis}",
-        )
-        .mark_line(point=True)
-        .encode(
-            x=alt.X("setting:Q", title=axis, scale=alt.Scale(type="log", base=2)),
-            y=alt.Y("error:Q", title="mean error", scale=alt.Scale(type="log")),
-            color=alt.Color("kind:N", title=None, scale=alt.Scale(range=SCALE)),
-            tooltip=["kind:N", "setting:Q", "error:Q"],
-        )
-    )
-
-
-def kurtosis_chart(heads: Sequence[Record], *, title: str = "") -> Any:
-    """Does it matter that logits are not Gaussian: kurtosis against the error of ρ, by head."""
-    return (
-        alt.Chart(
-            alt.Data(
-                values=[
-                    {"kurtosis": row["logit_kurtosis"], "error": row["rho_error_full"]}
-                    | {"layer": row["layer"], "head": row["head"]}
-                    for row in heads
-                ]
-            ),
-            title=title,
-            width=300,
-            height=220,
-            description="Error of the predicted signal propagation against the excess kurtosis of "
-            "logits, one point per head",
-        )
-        .mark_circle(size=40, opacity=0.8)
-        .encode(
-            x=alt.X(
-                "kurtosis:Q", title="excess kurtosis of logits", scale=alt.Scale(type="symlog")
-            ),
-            y=alt.Y("error:Q", title="mean error of ρ, full moments"),
-            color=alt.Color("layer:Q", scale=alt.Scale(scheme="viridis")),
-            tooltip=["layer:Q", "head:Q", "kurtosis:Q", "error:Q"],
-        )
-    )
-
-
-def quantile_chart(records: Sequence[Record], *, title: str = "") -> Any:
-    """Are features Gaussian: quantiles of the standardized ones against the normal law's."""
-    points = [{**one, "normal": normal_quantile(one["probability"])} for one in records]
-    position = alt.X("normal:Q", title="quantile of a Gaussian")
-    height = alt.Y("quantile:Q", title="quantile of standardized features")
-    line = (
-        alt.Chart(alt.Data(values=points))
-        .mark_line(color="#888", strokeDash=[4, 3])
-        .encode(x=position, y=alt.Y("normal:Q"))
-    )
-    dots = (
-        alt.Chart(alt.Data(values=points))
-        .mark_circle(size=22, opacity=0.6)
-        .encode(
-            x=position,
-            y=height,
-            color=alt.Color("kind:N", title=None, scale=alt.Scale(range=SCALE)),
-            tooltip=["layer:Q", "kind:N", "probability:Q", "quantile:Q"],
-        )
-    )
-    return alt.layer(line, dots).properties(
-        width=300,
-        height=260,
-        title=title,
-        description="Quantiles of standardized tokens, queries and keys of every layer against "
-        "those of a Gaussian, with the diagonal",
-    )
-
-
 def save_reality(reality: Reality, path: Path, *, title: str) -> Path:
     """Write a page (.html) with figures and tables, or the ρ panels alone as a figure."""
     panels = profile_panels(profile_records(reality), title=f"{title}: where the gates open")
@@ -282,7 +189,7 @@ def save_reality(reality: Reality, path: Path, *, title: str) -> Path:
             key="worst",
             title="The worst predicted heads",
             text="Why: the two ingredients without which the head's ρ would move the most, and "
-            "how far, on average over positions.\n\n" + _head_table(worst),
+            "how far, on average over positions.\n\n" + markdown_table(worst, _HEADS),
         ),
     ]
     intro = (
@@ -297,27 +204,31 @@ def save_reality(reality: Reality, path: Path, *, title: str) -> Path:
 
 
 def _layer_table(layers: Sequence[Record]) -> str:
-    names = [name for name in COLUMNS if isinstance(layers[0].get(f"rho_error_{name}"), float)]
-    lines = [
-        "| layer | " + " | ".join(COLUMNS[name] for name in names) + " | noise | entropy, full |",
-        "|" + "---|" * (len(names) + 3),
-    ]
-    for layer in layers:
-        errors = " | ".join(f"{layer[f'rho_error_{name}']:.3f}" for name in names)
-        noise, entropy = layer["rho_noise"], layer["entropy_error_full"]
-        lines.append(f"| {layer['layer']} | {errors} | {noise:.3f} | {entropy:.3f} |")
-    return "\n".join(lines)
+    return markdown_table(
+        layers,
+        {
+            "layer": "layer",
+            **{COLUMNS[name]: f"rho_error_{name}:.3f" for name in _predictions(layers)},
+            "noise": "rho_noise:.3f",
+            "entropy, full": "entropy_error_full:.3f",
+        },
+    )
 
 
-def _head_table(heads: Sequence[Record]) -> str:
-    lines = [
-        "| layer | head | entropy | predicted | first key | kurtosis | ρ error | in sample | why |",
-        "|" + "---|" * 9,
-    ]
-    lines += [
-        f"| {row['layer']} | {row['head']} | {row['entropy']:.2f} | {row['entropy_full']:.2f} | "
-        f"{row['sink_mass']:.2f} | {row['logit_kurtosis']:.1f} | {row['rho_error_full']:.3f} | "
-        f"{row['rho_error_in_sample_full']:.3f} | {', '.join(row['why']['main'])} |"
-        for row in heads
-    ]
-    return "\n".join(lines)
+def _predictions(layers: Sequence[Record]) -> list[str]:
+    """The predictions that these layers have an error of."""
+    first = layers[0] if layers else {}
+    return [name for name in COLUMNS if isinstance(first.get(f"rho_error_{name}"), float)]
+
+
+_HEADS: Columns = {
+    "layer": "layer",
+    "head": "head",
+    "entropy": "entropy:.2f",
+    "predicted": "entropy_full:.2f",
+    "first key": "sink_mass:.2f",
+    "kurtosis": "logit_kurtosis:.1f",
+    "ρ error": "rho_error_full:.3f",
+    "in sample": "rho_error_in_sample_full:.3f",
+    "why": lambda row: ", ".join(row["why"]["main"]),
+}

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from locater import ConfigError, InputError
-from locater.paper.lab.loss import fast_dtype, linear_cross_entropy
+from locater.paper.lab.loss import linear_cross_entropy
 
 Case = tuple[Tensor, Tensor, Tensor]
 
@@ -174,16 +174,6 @@ def test_wrong_targets_are_named() -> None:
         linear_cross_entropy(hidden, weight, torch.full((4,), -100))
     with pytest.raises(ConfigError, match="chunk must be one or more, got 0"):
         linear_cross_entropy(hidden, weight, targets, chunk=0)
-
-
-def test_bfloat16_is_advised_only_where_the_machine_has_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for flag in (True, False):
-        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda flag=flag: flag)
-        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-        assert fast_dtype() is (torch.bfloat16 if flag else None)
-    assert fast_dtype("meta") is None
 
 
 def test_a_probability_too_small_for_any_number_has_a_finite_loss() -> None:

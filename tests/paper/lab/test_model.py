@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from locater import ConfigError, LocAteR, LocAteRConfig, find_attention
-from locater.paper.lab.data import ImageBatches, MaskedBatches, load_digits
+from locater.paper.lab.batches import MaskedBatches, Source, load_digits
 from locater.paper.lab.model import Transformer, TransformerConfig
 
 Z_LIMIT = NormalDist().inv_cdf(1 - 1e-6 / 2)
@@ -256,7 +256,7 @@ def test_a_few_steps_learn_a_pattern_in_every_task() -> None:
         ),
         "vision": (
             built(task="vision", vocabulary=10, length=16, dim=32, dropout=0.0),
-            ImageBatches(digits.train, digits.train_labels, batch=128, seed=0).at,
+            Source(*digits["train"], batch=128, seed=0).at,
         ),
     }
     for task, (model, batch) in cases.items():

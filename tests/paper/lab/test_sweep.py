@@ -15,12 +15,13 @@ import torch
 
 from locater.errors import InputError
 from locater.paper.lab import sweep as module
-from locater.paper.lab.material import _corpus
+from locater.paper.lab.batches import _corpus
 from locater.paper.lab.presets import SWEEPS, Setting, Sweep
 from locater.paper.lab.run import Run, RunFolder
 from locater.paper.lab.settings import TrainConfig
-from locater.paper.lab.summary import Interval, markdown, summarize, update_page
+from locater.paper.lab.summary import Interval, markdown, summarize
 from locater.paper.lab.sweep import SweepFolders, run_sweep
+from locater.report.tables import update_page
 
 BASE = TrainConfig(
     corpus="text.txt", dim=4, tokens=8, batch=2, steps=4, learning_rate=1e-2, measure_every=2

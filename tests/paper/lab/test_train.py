@@ -17,13 +17,12 @@ import torch
 from locater.audit import audit_model, audit_timeline
 from locater.core.penalty import LocAteRConfig
 from locater.errors import ConfigError, InputError, LocaterError
-from locater.paper.lab.data import load_corpus
-from locater.paper.lab.material import load_material
+from locater.paper.lab.batches import load_material
 from locater.paper.lab.measure import Meter
 from locater.paper.lab.run import DivergedError, Run, RunFolder, rounded
 from locater.paper.lab.settings import TrainConfig
-from locater.paper.lab.train import train
-from locater.paper.lab.trained import load_trained
+from locater.paper.lab.text import load_corpus
+from locater.paper.lab.train import load_trained, train
 
 WORDS = ("attention", "looks", "at", "late", "tokens", "and", "early", "ones", "of", "the", "text")
 SMALL = TrainConfig(
@@ -429,7 +428,7 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from locater.errors import LocaterError
-from locater.paper.lab.material import load_material
+from locater.paper.lab.batches import load_material
 from locater.paper.lab.run import RunFolder
 from locater.paper.lab.settings import TrainConfig
 from locater.paper.lab.train import train

@@ -11,19 +11,6 @@ from torch import Tensor
 from locater.errors import ConfigError, InputError
 
 
-def fast_dtype(device: torch.device | str = "cpu") -> torch.dtype | None:
-    """bfloat16 where the device multiplies in it, else None: other CPUs emulate it, slowly."""
-    device = torch.device(device)
-    if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else None
-    checks = [getattr(torch.cpu, f"_is_{name}_supported", None) for name in _BFLOAT16]
-    is_fast = device.type == "cpu" and any(check() for check in checks if check is not None)
-    return torch.bfloat16 if is_fast else None
-
-
-_BFLOAT16 = ("avx512_bf16", "amx_tile")
-
-
 def linear_cross_entropy(
     hidden: Float[Tensor, "tokens model"],
     weight: Float[Tensor, "vocabulary model"],
@@ -36,7 +23,7 @@ def linear_cross_entropy(
     """Mean of −log softmax(W h)[target] in nats; gradients are computed on the way, by chunks.
 
     At most `chunk` × vocabulary logits exist at a time, in one buffer that every chunk uses again.
-    With a `dtype` below the tensors' own, such as bfloat16 (see `fast_dtype`), logits and
+    With a `dtype` below the tensors' own, such as bfloat16, logits and
     probabilities are kept in it, and of the loss only log Σ exp is read from such logits.
     """
     if chunk is not None and chunk < 1:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -16,21 +16,9 @@ from locater.core.process import TokenProcess
 from locater.core.theory import attention_entropy, propagates, propagation
 from locater.engines import one_thread
 from locater.models.live import find_attention
-from locater.paper.lab.batches import IGNORED
+from locater.paper.lab.batches import IGNORED, Source
 from locater.paper.lab.model import Attention, Transformer
 from locater.paper.lab.run import Record, rounded
-
-
-@runtime_checkable
-class Source(Protocol):
-    """Batches by step."""
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Steps until every item has been seen."""
-
-    def at(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of a step."""
 
 
 @dataclass(eq=False)

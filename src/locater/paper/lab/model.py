@@ -17,7 +17,7 @@ from jaxtyping import Float, Int64, Num
 from torch import Tensor, nn
 from torch.nn import functional
 
-from locater.errors import ConfigError
+from locater.errors import ConfigError, unknown
 from locater.paper.lab.loss import linear_cross_entropy
 
 Norm = Literal["post", "pre", "none"]
@@ -68,10 +68,7 @@ class Shape:
         for field in dataclasses.fields(self):
             choices, value = get_args(hints[field.name]), getattr(self, field.name)
             if choices and all(isinstance(one, str) for one in choices) and value not in choices:
-                raise ConfigError(
-                    f"unknown {field.name} {value!r}.",
-                    hint="choose one of: " + ", ".join(choices) + ".",
-                )
+                raise unknown(field.name, value, choices)
         for name, least in (("layers", 1), ("dim", 4), ("heads", 1), ("kv_heads", 1), ("ffn", 1)):
             value = getattr(self, name)
             if value is not None and value < least:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from locater.errors import ConfigError
+from locater.errors import ConfigError, unknown
 from locater.paper.lab.settings import TrainConfig
 
 Reading = Literal["printed", "swapped", "printed-sum-normalized", "swapped-sum-normalized"]
@@ -17,6 +17,8 @@ READINGS: tuple[Reading, ...] = (
     "printed-sum-normalized",
     "swapped-sum-normalized",
 )
+PAIR: tuple[Reading, ...] = ("printed", "swapped-sum-normalized")
+"""The text's reading and the captions', each beside the loss that it goes with."""
 KAPPAS = (0.0, 1e-3, 1e-2, 1e-1, 1.0)
 """κ₂ of Figs. 6 and 8-12."""
 _PAPER_TOKENS = 64 * 64
@@ -90,30 +92,12 @@ def base(dim: int = 128, layers: int = 1, *, cpu: bool = False, **changes: Any) 
     return replace(config, **changes)
 
 
-def modern(**changes: Any) -> TrainConfig:
+def modern() -> TrainConfig:
     """What is trained today, in the laboratory's size: as Llama is built, warmed up, clipped."""
-    config = base(128, 2, cpu=True)
-    return replace(
-        replace(
-            config,
-            heads=4,
-            kv_heads=2,
-            ffn=344,
-            norm="pre",
-            norm_kind="rms",
-            positions="rotary",
-            activation="swiglu",
-            bias=False,
-            tied=True,
-            dropout=0.0,
-            warmup=100,
-            schedule="cosine",
-            clip=1.0,
-            weight_decay=0.1,
-            learning_rate=2e-3,
-        ),
-        **changes,
-    )
+    shape = {"heads": 4, "kv_heads": 2, "ffn": 344, "norm": "pre", "norm_kind": "rms",
+             "positions": "rotary", "activation": "swiglu", "tied": True}  # fmt: skip
+    return base(128, 2, cpu=True, **shape, bias=False, dropout=0.0, warmup=100, schedule="cosine",
+                clip=1.0, weight_decay=0.1, learning_rate=2e-3)  # fmt: skip
 
 
 def with_locater(config: TrainConfig, reading: Reading, kappa: float) -> TrainConfig:
@@ -124,7 +108,7 @@ def with_locater(config: TrainConfig, reading: Reading, kappa: float) -> TrainCo
     them to fairseq's summed loss does; with a smaller batch the effective strength stays that.
     """
     if reading not in READINGS:
-        raise ConfigError(f"unknown reading {reading!r}.", hint="one of " + ", ".join(READINGS))
+        raise unknown("reading", reading, READINGS)
     is_sum = reading.endswith("sum-normalized")
     share = config.batch * config.tokens / _PAPER_TOKENS if is_sum else 1.0
     scale, mean = (100.0, kappa) if reading.startswith("printed") else (kappa, 100.0)
@@ -163,7 +147,7 @@ def _settings(
 def _figure(name: str, *, cpu: bool) -> Sweep:
     dim, layers = _FIGURES[name]
     config = base(dim, layers, cpu=cpu)
-    readings: tuple[Reading, ...] = ("printed", "swapped-sum-normalized") if cpu else READINGS
+    readings = PAIR if cpu else READINGS
     kappas: tuple[float, ...] = KAPPAS
     if cpu:  # hours, not days: all of them once, three with three seeds, else the two ends or one
         some = {"fig8": KAPPAS, "fig6": (0.0, 1e-2, 1.0), "fig12": (1.0,)}
@@ -179,57 +163,54 @@ def _figure(name: str, *, cpu: bool) -> Sweep:
     )
 
 
-def _pull(config: TrainConfig, label: str, **changes: Any) -> Setting:
-    return Setting(label=label, config=replace(config, **changes))
+def _changed(
+    name: str, question: str, config: TrainConfig, changes: Mapping[str, Mapping[str, Any]]
+) -> Sweep:
+    """The settings as they are, then with each of the changes."""
+    changed = {"none": config} | {
+        label: replace(config, **values) for label, values in changes.items()
+    }
+    settings = tuple(Setting(label=label, config=one) for label, one in changed.items())
+    return Sweep(name=name, question=question, settings=settings)
 
 
 def _ablation(config: TrainConfig) -> Sweep:
-    parts = [Setting(label="none", config=config)]
-    for strength in (1.0, 100.0):
-        for name, scale, mean in (("scale", 1, 0), ("mean", 0, 1), ("both", 1, 1)):
-            only = "both terms" if name == "both" else f"{name} term alone"
-            changes = {"scale_strength": scale * strength, "mean_strength": mean * strength}
-            parts.append(_pull(config, f"{only}, strength {strength:g}", **changes))
-    return Sweep(
-        name="ablation-cpu",
-        question="(b) Which term does what: scale alone, mean alone, both?",
-        settings=tuple(parts),
-    )
+    changes = {
+        f"{name}, strength {strength:g}": {
+            "scale_strength": scale * strength, "mean_strength": mean * strength
+        }
+        for strength in (1.0, 100.0)
+        for name, scale, mean in (
+            ("scale term alone", 1, 0), ("mean term alone", 0, 1), ("both terms", 1, 1)
+        )
+    }  # fmt: skip
+    question = "(b) Which term does what: scale alone, mean alone, both?"
+    return _changed("ablation-cpu", question, config, changes)
+
+
+def _at_target(target: float) -> dict[str, Any]:
+    return {"scale_strength": 0.01, "mean_strength": 1.0, "target": target,
+            "target_unit": "temperature"}  # fmt: skip
 
 
 def _target(config: TrainConfig) -> Sweep:
-    changes = {"scale_strength": 0.01, "mean_strength": 1.0, "target_unit": "temperature"}
-    return Sweep(
-        name="target-cpu",
-        question="(c) Does a target beyond the threshold, |tr W|/λ > 2, localize?",
-        settings=(
-            Setting(label="none", config=config),
-            *(
-                _pull(config, f"target {target:g} λ", target=float(target), **changes)
-                for target in (-4, 0, 1, 4, 8)
-            ),
-        ),
-    )
+    question = "(c) Does a target beyond the threshold, |tr W|/λ > 2, localize?"
+    changes = {f"target {target:g} λ": _at_target(target) for target in (-4.0, 0.0, 1.0, 4.0, 8.0)}
+    return _changed("target-cpu", question, config, changes)
 
 
 def _covariance(config: TrainConfig) -> Sweep:
-    settings = [Setting(label="none", config=config)]
-    pulls: dict[str, TrainConfig] = {
-        "printed, κ₂ = 1": with_locater(config, "printed", 1.0),
-        "swapped, κ₂ = 1": with_locater(config, "swapped", 1.0),
-        "target 4 λ": replace(config, scale_strength=0.01, mean_strength=1.0, target=4.0,
-                              target_unit="temperature"),
-    }  # fmt: skip
-    for label, pulled in pulls.items():
-        settings.append(Setting(label=f"{label}, on W_QK", config=pulled))
-        settings.append(
-            Setting(label=f"{label}, on W_QK Σ", config=replace(pulled, covariance="running"))
-        )
-    return Sweep(
-        name="covariance-cpu",
-        question="(c') Does the penalty on W_QK Σ do better than the proxy W_QK?",
-        settings=tuple(settings),
-    )
+    pulls = {
+        f"{reading}, κ₂ = 1": with_locater(config, reading, 1.0).changes()
+        for reading in READINGS[:2]
+    } | {"target 4 λ": _at_target(4.0)}
+    changes = {
+        f"{label}, on {form}": {**pull, "covariance": kind}
+        for label, pull in pulls.items()
+        for form, kind in (("W_QK", "none"), ("W_QK Σ", "running"))
+    }
+    question = "(c') Does the penalty on W_QK Σ do better than the proxy W_QK?"
+    return _changed("covariance-cpu", question, config, changes)
 
 
 def _architectures(config: TrainConfig) -> Sweep:
@@ -239,14 +220,13 @@ def _architectures(config: TrainConfig) -> Sweep:
         "digits": replace(config, task="vision", corpus="digits", vocabulary="word",
                           vocabulary_size=None, tokens=16, batch=64, steps=1000, measure_every=20),
     }  # fmt: skip
-    readings: tuple[Reading, ...] = ("printed", "swapped-sum-normalized")
     return Sweep(
         name="architectures-cpu",
         question="(d) Other architectures and tasks: Pre-LN, an encoder with masked tokens, ViT",
         settings=tuple(
             setting
             for name, kind in kinds.items()
-            for setting in _settings(kind, readings, (1.0,), group=name)
+            for setting in _settings(kind, PAIR, (1.0,), group=name)
         ),
     )
 
@@ -272,7 +252,7 @@ METHODS: dict[str, dict[str, Any]] = {
 def with_method(config: TrainConfig, method: str) -> TrainConfig:
     """The settings with one method of `METHODS`."""
     if method not in METHODS:
-        raise ConfigError(f"unknown method {method!r}.", hint="one of " + ", ".join(METHODS) + ".")
+        raise unknown("method", method, METHODS)
     changes = dict(METHODS[method])
     reading = changes.pop("reading", None)
     return replace(with_locater(config, reading, 1.0) if reading else config, **changes)
@@ -344,7 +324,6 @@ def _value(name: str, text: str, default: Any) -> Any:
 
 SELECTION, CONFIRMATION, JUDGED = 100, 200, 300
 """First seeds: to choose a learning rate, to judge at that rate, to judge without a choice."""
-PAIR = ("none", "printed", "swapped-sum-normalized")
 RATES = (5e-4, 1e-3, 2e-3, 4e-3)
 
 
@@ -358,9 +337,10 @@ def _protocol() -> list[Sweep]:
                     learning_rate=1e-4)  # fmt: skip
     others = ("none", "qk-norm", "sigma-reparam", "dropout .3", "weight decay 1",
               "scale term .01", "scale term 1", "mean term 1", "mean term 100")  # fmt: skip
-    rivals = (*PAIR, "sigma-reparam", "qk-norm", "qk-clip", "soft-cap")
+    pair = ("none", *PAIR)
+    rivals = (*pair, "sigma-reparam", "qk-norm", "qk-clip", "soft-cap")
 
-    def regime(name: str, question: str, config: TrainConfig, methods: Sequence[str] = PAIR,
+    def regime(name: str, question: str, config: TrainConfig, methods: Sequence[str] = pair,
                seeds: int = 5) -> Sweep:  # fmt: skip
         return compared(name, question, config, methods, seeds=seeds, first_seed=JUDGED)
 
@@ -370,60 +350,41 @@ def _protocol() -> list[Sweep]:
                three, others, 3),
         regime("passes-0.6", "0.6 % of the text, 175 passes", least),
         regime("passes-0.6-fp32", "0.6 % of the text, 175 passes, in float32",
-               replace(least, precision="fp32"), PAIR, 3),
+               replace(least, precision="fp32"), pair, 3),
         regime("passes-15", "15 % of the text, 104 passes at the paper's learning rate", paper),
         compared("tuned", "All of the text, .74 passes, each method at its own learning rate",
                  replace(small, measure_every=100), rivals, grid={"learning_rate": RATES},
                  seeds=2, first_seed=SELECTION),
         regime("depth-3", "3 % of the text, 110 passes, 3 layers", replace(three, layers=3),
-               PAIR[:2], 3),
+               pair[:2], 3),
         regime("depth-6", "3 % of the text, 110 passes, 6 layers", replace(three, layers=6),
-               PAIR[:2], 3),
-        regime("words", "25 % of the text, all its words, 99 passes", words, PAIR, 1),
+               pair[:2], 3),
+        regime("words", "25 % of the text, all its words, 99 passes", words, pair, 1),
     ]  # fmt: skip
 
 
 def _rivals(config: TrainConfig, name: str, question: str) -> Sweep:
-    settings = _settings(config, READINGS, (1.0,))
-    for rival in ("sigma-reparam", "qk-norm", "qk-clip", "qk-weight-decay"):
-        settings.append(_pull(config, rival, stabilizer=rival))
-    return Sweep(name=name, question=question, settings=tuple(settings))
+    rivals: tuple[Any, ...] = ("sigma-reparam", "qk-norm", "qk-clip", "qk-weight-decay")
+    others = [Setting(label=one, config=replace(config, stabilizer=one)) for one in rivals]
+    settings = (*_settings(config, READINGS, (1.0,)), *others)
+    return Sweep(name=name, question=question, settings=settings)
 
 
 def _tiny() -> Sweep:
-    config = TrainConfig(
-        corpus="embedded",
-        vocabulary_size=500,
-        dim=8,
-        tokens=16,
-        batch=4,
-        steps=20,
-        learning_rate=1e-2,
-        measure_every=5,
-    )
-    settings = _settings(config, ("printed",), (1.0,))
-    return Sweep(name="tiny", question="A trial of seconds", settings=tuple(settings), seeds=1)
+    config = TrainConfig(corpus="embedded", vocabulary_size=500, dim=8, tokens=16, batch=4,
+                         steps=20, learning_rate=1e-2, measure_every=5)  # fmt: skip
+    settings = tuple(_settings(config, ("printed",), (1.0,)))
+    return Sweep(name="tiny", question="A trial of seconds", settings=settings, seeds=1)
 
 
 def _quick(name: str) -> Sweep:
     """Minutes, on the text that Python carries: three seeds of a small Fig. 6 or 7."""
-    config = base(
-        32,
-        cpu=True,
-        corpus="embedded",
-        vocabulary="word",
-        vocabulary_size=2000,
-        steps=600,
-        learning_rate=5e-3,
-        measure_every=20,
-        predict_every=30,
-    )
-    readings: tuple[Reading, ...] = ("printed", "swapped-sum-normalized")
-    kappas = (1.0,) if name == "fig7" else (0.0, 1.0)
+    config = base(32, cpu=True, corpus="embedded", vocabulary="word", vocabulary_size=2000,
+                  steps=600, learning_rate=5e-3, measure_every=20, predict_every=30)  # fmt: skip
     return Sweep(
         name=f"{name}-quick",
         question=f"Fig. {name.removeprefix('fig')} in miniature: d = 32, 1 layer",
-        settings=tuple(_settings(config, readings, kappas)),
+        settings=tuple(_settings(config, PAIR, (1.0,) if name == "fig7" else (0.0, 1.0))),
     )
 
 
@@ -470,12 +431,12 @@ PRESETS: dict[str, TrainConfig] = {
 def sweep_named(name: str) -> Sweep:
     """A sweep by its name."""
     if name not in SWEEPS:
-        raise ConfigError(f"unknown sweep {name!r}.", hint="one of " + ", ".join(SWEEPS) + ".")
+        raise unknown("sweep", name, SWEEPS)
     return SWEEPS[name]
 
 
 def preset_named(name: str) -> TrainConfig:
     """A single run's settings by their name."""
     if name not in PRESETS:
-        raise ConfigError(f"unknown preset {name!r}.", hint="one of " + ", ".join(PRESETS) + ".")
+        raise unknown("preset", name, PRESETS)
     return PRESETS[name]

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from locater.core.theory import Profile
-from locater.errors import InputError, MissingExtraError
-from locater.files import write_file
+from locater.errors import MissingExtraError
 from locater.paper.lab.presets import Setting, Sweep
-from locater.paper.lab.run import Run
-
-_MARK = re.compile(r"(<!-- results: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+from locater.paper.lab.run import Record, Run
+from locater.report.tables import markdown_table
 
 
 def student(freedom: int) -> Any:
@@ -107,10 +103,21 @@ class Row:
 def summarize(sweep: Sweep, runs: Mapping[str, Run]) -> list[Row]:
     """A row for every setting; `runs` are by digest, missing ones are left out."""
     baselines = {s.group: s for s in reversed(sweep.settings) if s.label.endswith("none")}
-    return [
-        _row(setting, baselines.get(setting.group), sweep.all_seeds, runs)
-        for setting in sweep.settings
-    ]
+    return [_row(sweep, runs, setting, baselines.get(setting.group)) for setting in sweep.settings]
+
+
+def ended(sweep: Sweep, runs: Mapping[str, Run], setting: Setting) -> dict[int, Run]:
+    """The runs of a setting that have come to their end, by seed."""
+    found = {seed: runs.get(replace(setting.config, seed=seed).digest) for seed in sweep.all_seeds}
+    return {seed: run for seed, run in found.items() if run is not None and run.final is not None}
+
+
+def pairs(
+    sweep: Sweep, runs: Mapping[str, Run], before: Setting, after: Setting
+) -> list[tuple[Run, Run]]:
+    """The runs of two settings, seed by seed, where both have come to their end."""
+    ours, theirs = (ended(sweep, runs, setting) for setting in (before, after))
+    return [(run, theirs[seed]) for seed, run in ours.items() if seed in theirs]
 
 
 def paired(
@@ -121,13 +128,9 @@ def paired(
     value: Callable[[Run], float],
 ) -> Interval:
     """How a value differs between two settings, seed by seed."""
-    changes = []
-    for seed in sweep.all_seeds:
-        pair = [_run_of(setting, seed, runs) for setting in (before, after)]
-        whole = [run for run in pair if run is not None and not run.has_diverged]
-        if len(whole) == 2:
-            changes.append(value(whole[1]) - value(whole[0]))
-    return Interval.of(changes)
+    found = pairs(sweep, runs, before, after)
+    whole = [pair for pair in found if not any(run.has_diverged for run in pair)]
+    return Interval.of([value(second) - value(first) for first, second in whole])
 
 
 def best_loss(run: Run) -> float:
@@ -135,20 +138,15 @@ def best_loss(run: Run) -> float:
     return float(min(loss for _, loss in run.series("whole_valid_loss")))
 
 
-def last_loss(run: Run) -> float:
-    """On all of valid, after the last step."""
-    return float(run.series("whole_valid_loss")[-1][1])
-
-
-def loss_on_test(run: Run) -> float | None:
-    """On test, of the model that was best on valid; None where that was not asked for."""
-    return (run.final or {}).get("test_loss")
+def final(run: Run) -> Record:
+    """The last record of a run that has come to its end."""
+    assert run.final is not None
+    return run.final
 
 
 def final_mean(run: Run, name: str) -> float:
     """Of a quantity over layers, at the end."""
-    assert run.final is not None
-    values: list[float] = run.final[name]
+    values: list[float] = final(run)[name]
     return sum(values) / len(values)
 
 
@@ -174,32 +172,18 @@ def markdown(rows: Sequence[Row]) -> str:
         "diverged": lambda row: f"{row.diverged} of {row.seeds}" if row.diverged else "",
         "seeds": lambda row: str(row.seeds),
     }
-    cells = {name: [make(row) for row in rows] for name, make in columns.items()}
-    kept = {name: column for name, column in cells.items() if set(column) - {"", "-"}}
-    lines = ["| " + " | ".join(kept) + " |", "|" + "---|" * len(kept)]
-    for place in range(len(rows)):
-        lines.append("| " + " | ".join(column[place] for column in kept.values()) + " |")
-    return "\n".join(lines) + "\n"
+    kept = {n: make for n, make in columns.items() if {make(row) for row in rows} - {"", "-"}}
+    return markdown_table(rows, kept) + "\n"
 
 
-def update_page(page: Path, table: Callable[[str], str]) -> Path:
-    """Write every table of a page anew, between its marks `<!-- results: NAME -->`."""
-    text = page.read_text(encoding="utf-8")
-    if not _MARK.search(text):
-        raise InputError(f"{page} has no mark for results.", hint="<!-- results: fig6-cpu -->")
-    return write_file(page, _MARK.sub(lambda match: f"{match[1]}{table(match[2])}{match[3]}", text))
-
-
-def _row(setting: Setting, baseline: Setting | None, seeds: range, runs: Mapping[str, Run]) -> Row:
-    found = [_run_of(setting, seed, runs) for seed in seeds]
-    ended = [run for run in found if run is not None]
-    whole = [run for run in ended if not run.has_diverged]
+def _row(sweep: Sweep, runs: Mapping[str, Run], setting: Setting, baseline: Setting | None) -> Row:
+    found = list(ended(sweep, runs, setting).values())
+    whole = [run for run in found if not run.has_diverged]
     changes = []
     if baseline is not None and baseline is not setting:
-        for run in whole:
-            other = _run_of(baseline, run.config.seed, runs)
-            if other is not None and not other.has_diverged:
-                changes.append(100 * math.expm1(best_loss(run) - best_loss(other)))
+        for before, after in pairs(sweep, runs, baseline, setting):
+            if not (before.has_diverged or after.has_diverged):
+                changes.append(100 * math.expm1(best_loss(after) - best_loss(before)))
 
     def interval(value: Callable[[Run], float | None]) -> Interval:
         values = [value(run) for run in whole]
@@ -207,13 +191,15 @@ def _row(setting: Setting, baseline: Setting | None, seeds: range, runs: Mapping
 
     return Row(
         setting=setting,
-        seeds=len(ended),
-        diverged=len(ended) - len(whole),
+        seeds=len(found),
+        diverged=len(found) - len(whole),
         perplexity=interval(lambda run: math.exp(best_loss(run))),
-        last=interval(lambda run: math.exp(last_loss(run)) if run.config.evaluations > 1 else None),
-        test=interval(lambda run: math.exp(loss) if (loss := loss_on_test(run)) else None),
+        last=interval(_last_perplexity),
+        test=interval(
+            lambda run: math.exp(loss) if (loss := final(run).get("test_loss")) else None
+        ),
         change=Interval.of(changes),
-        accuracy=interval(lambda run: (run.final or {}).get("accuracy")),
+        accuracy=interval(lambda run: final(run).get("accuracy")),
         entropy=interval(lambda run: final_mean(run, "entropy")),
         trace=interval(lambda run: final_mean(run, "trace")),
         scale=interval(lambda run: final_mean(run, "frobenius_squared")),
@@ -224,23 +210,28 @@ def _row(setting: Setting, baseline: Setting | None, seeds: range, runs: Mapping
     )
 
 
-def _run_of(setting: Setting, seed: int, runs: Mapping[str, Run]) -> Run | None:
-    run = runs.get(replace(setting.config, seed=seed).digest)
-    return run if run is not None and run.final is not None else None
+def _last_perplexity(run: Run) -> float | None:
+    """On all of valid after the last step; None where it was scored but once."""
+    (_, loss) = run.series("whole_valid_loss")[-1]
+    return math.exp(loss) if run.config.evaluations > 1 else None
+
+
+def _test_perplexity(run: Run) -> float | None:
+    """On test, of the model that was best on valid; None where that was not asked for."""
+    loss = final(run).get("test_loss")
+    return math.exp(loss) if loss else None
 
 
 def _quarter(run: Run, place: int) -> float:
     """ρ of a quarter of the tokens at the end, over layers."""
-    assert run.final is not None
-    rho = torch.tensor(run.final["rho"], dtype=torch.float64)
+    rho = torch.tensor(final(run)["rho"], dtype=torch.float64)
     return rho.tensor_split(4, -1)[place].mean().item()
 
 
 def participation(run: Run, name: str) -> float | None:
     """Of `rho` or `predicted_rho` at the end, over layers; None where it was not measured."""
-    assert run.final is not None
-    if name not in run.final:
+    if name not in final(run):
         return None
-    rho = torch.tensor(run.final[name], dtype=torch.float64)
+    rho = torch.tensor(final(run)[name], dtype=torch.float64)
     theta = torch.arange(1, rho.shape[-1] + 1, dtype=torch.float64) / rho.shape[-1]
     return Profile(theta=theta, rho=rho).participation.mean().item()

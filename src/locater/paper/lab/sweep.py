@@ -17,7 +17,7 @@ import torch
 
 from locater.engines import Engine, run_units
 from locater.errors import InputError, LocaterError
-from locater.paper.lab.material import load_material
+from locater.paper.lab.batches import load_material
 from locater.paper.lab.presets import CONFIRMATION, Setting, Sweep
 from locater.paper.lab.run import DivergedError, Run, RunFolder
 from locater.paper.lab.settings import TrainConfig

@@ -22,9 +22,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from locater.control.locater import LocAteR
-from locater.errors import ConfigError, MissingExtraError
-from locater.paper.lab.batches import generator
-from locater.paper.lab.material import Material, load_material
+from locater.errors import ConfigError, InputError, MissingExtraError
+from locater.paper.lab.batches import Material, generator, load_material
 from locater.paper.lab.measure import Meter
 from locater.paper.lab.model import Transformer
 from locater.paper.lab.run import (
@@ -37,7 +36,7 @@ from locater.paper.lab.run import (
     rounded,
 )
 from locater.paper.lab.settings import TrainConfig
-from locater.paper.lab.stabilizers import apply_stabilizer
+from locater.paper.lab.stabilizers import Stabilized, apply_stabilizer
 
 try:
     from accelerate import Accelerator  # type: ignore[import-untyped]
@@ -100,6 +99,33 @@ def train(
     finally:
         folder.release()
     return folder.load()
+
+
+def load_trained(path: Path, *, data: str = "embedded") -> tuple[Transformer, Material]:
+    """The model of a run's newest checkpoint, ready to evaluate, and the run's batches."""
+    config = Run.load(path).config
+    material = load_material(config, data)
+    model, _ = _stabilized_model(config, material)
+    checkpoint, damage = RunFolder(path, is_writer=False).restore()
+    if checkpoint is None:
+        raise InputError(
+            f"{path} holds no whole checkpoint. {' '.join(damage)}".strip(),
+            hint="train it with `locater train`; published results carry no models.",
+        )
+    model.load_state_dict(checkpoint.model)
+    return model.eval(), material
+
+
+def _stabilized_model(config: TrainConfig, material: Material) -> tuple[Transformer, Stabilized]:
+    """The model before its first step, with what holds its attention."""
+    model = material.model(config)
+    return model, apply_stabilizer(
+        model,
+        config.stabilizer,
+        max_logit=config.max_logit,
+        decay=config.qk_decay,
+        learning_rate=config.learning_rate,
+    )
 
 
 def _go_on(
@@ -212,15 +238,8 @@ class _Loop:
                 "processes.",
                 hint="choose a batch that is a multiple of the number of processes.",
             )
-        model = self.material.model(config)
+        model, self.stabilizer = _stabilized_model(config, self.material)
         model.loss_dtype = torch.bfloat16 if config.precision == "bf16" else None
-        self.stabilizer = apply_stabilizer(
-            model,
-            config.stabilizer,
-            max_logit=config.max_logit,
-            decay=config.qk_decay,
-            learning_rate=config.learning_rate,
-        )
         optimizer = torch.optim.AdamW(
             [parameter for parameter in model.parameters() if parameter.requires_grad],
             lr=config.learning_rate,

@@ -9,7 +9,7 @@ from typing import Literal
 
 from locater.paper.lab.presets import Setting, Sweep
 from locater.paper.lab.run import Run
-from locater.paper.lab.summary import Interval, best_loss, student
+from locater.paper.lab.summary import Interval, best_loss, ended, pairs, student
 
 Finding = Literal["lower", "higher", "equivalent", "undecided"]
 MARGIN = math.log(1.005)
@@ -70,21 +70,16 @@ def compare(
 ) -> Comparison:
     """One setting of a sweep against the setting without any method in its group."""
     (none,) = (s for s in sweep.settings if s.group == setting.group and s.method == "none")
-    pairs = []
-    for seed in sweep.all_seeds:
-        pair = [runs.get(replace(one.config, seed=seed).digest) for one in (none, setting)]
-        ended = [run for run in pair if run is not None and run.final is not None]
-        if len(ended) == 2:
-            pairs.append(ended)
-    whole = [pair for pair in pairs if not any(run.has_diverged for run in pair)]
+    found = pairs(sweep, runs, none, setting)
+    whole = [pair for pair in found if not any(run.has_diverged for run in pair)]
     return with_tests(
         Comparison(
             regime=sweep.name,
             method=setting.method,
             differences=tuple(outcome(after) - outcome(before) for before, after in whole),
             diverged=(
-                sum(before.has_diverged for before, _ in pairs),
-                sum(after.has_diverged for _, after in pairs),
+                sum(before.has_diverged for before, _ in found),
+                sum(after.has_diverged for _, after in found),
             ),
         )
     )
@@ -133,14 +128,11 @@ def holm(values: Sequence[float]) -> list[float]:
 
 def chosen(sweep: Sweep, runs: Mapping[str, Run]) -> dict[str, Setting]:
     """For every method the point of the grid with the best mean outcome over all seeds."""
-    found: dict[str, tuple[float, Setting]] = {}
+    best: dict[str, tuple[float, Setting]] = {}
     for setting in sweep.settings:
-        losses = []
-        for seed in sweep.all_seeds:
-            run = runs.get(replace(setting.config, seed=seed).digest)
-            ended = run is not None and run.final is not None
-            losses.append(best_loss(run) if run and ended and not run.has_diverged else math.inf)
-        loss = sum(losses) / len(losses)
-        if setting.method not in found or loss < found[setting.method][0]:
-            found[setting.method] = loss, setting
-    return {method: setting for method, (_, setting) in found.items()}
+        found = [run for run in ended(sweep, runs, setting).values() if not run.has_diverged]
+        is_whole = len(found) == sweep.seeds
+        loss = sum(map(best_loss, found)) / sweep.seeds if is_whole else math.inf
+        if setting.method not in best or loss < best[setting.method][0]:
+            best[setting.method] = loss, setting
+    return {method: setting for method, (_, setting) in best.items()}

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from locater.paper.lab.claims import curve_verdicts, stripes_verdict
 from locater.paper.lab.presets import Setting, Sweep
 from locater.paper.lab.run import Run
 from locater.paper.lab.settings import TrainConfig
-from locater.paper.lab_claims import curve_verdicts, stripes_verdict
 
 BASE = TrainConfig(steps=4)
 SETTINGS = (

@@ -1,10 +1,11 @@
-"""Figs. 6-12 and the open questions, drawn from runs alone: folders or published results."""
+"""Figures of runs alone (folders or published results): Figs. 6-12, open questions, any run."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from itertools import pairwise
 from typing import Any
 
 import altair as alt
@@ -13,13 +14,21 @@ from locater.errors import InputError
 from locater.paper.lab.presets import Setting, Sweep
 from locater.paper.lab.run import Run
 from locater.paper.lab.settings import TrainConfig
-from locater.paper.lab.summary import summarize
-from locater.report.charts import SCALE
+from locater.paper.lab.summary import ended, summarize
+from locater.report.charts import SCALE, specification, told_apart
+from locater.report.page import Section
+from locater.report.tables import markdown_table
 
 Record = dict[str, Any]
 NONE = "without LocAteR"
 _TAIL = 0.6
 """The magnified panel begins at this share of the steps."""
+_QUANTITIES = {
+    "perplexity": "valid perplexity",
+    "trace": "tr W_QK",
+    "frobenius_squared": "‖W_QK‖²_F",
+    "entropy": "attention entropy (nats)",
+}
 _PANELS = {
     "trace": "A  mean term: tr W_QK",
     "frobenius_squared": "B  scale: ‖W_QK‖²_F",
@@ -62,7 +71,7 @@ def curve_records(sweep: Sweep, runs: Mapping[str, Run]) -> list[Record]:
     readings = list(dict.fromkeys(s.reading for s in sweep.settings if s.reading))
     records = []
     for setting in sweep.settings:
-        curves = [_curves(run) for run in _seeds(setting, sweep, runs)]
+        curves = [run_curves(run) for run in ended(sweep, runs, setting).values()]
         rows = _across_seeds(curves, setting.config.steps)
         label = NONE if setting.kappa is None else f"{setting.kappa:g}"
         for reading in [setting.reading] if setting.reading else readings or [""]:
@@ -81,35 +90,60 @@ def curves_chart(sweep: Sweep, runs: Mapping[str, Run]) -> alt.VConcatChart:
         )
         for reading in dict.fromkeys(record["reading"] for record in records)
     ]
-    counts = [len(_seeds(setting, sweep, runs)) for setting in sweep.settings]
+    counts = [len(ended(sweep, runs, setting)) for setting in sweep.settings]
     note = f"{_band_note(counts)}; perplexity on one fixed batch of valid text"
     subtitle = [size_note(sweep.settings[0].config), note]
     title = alt.Title(sweep.question, subtitle=subtitle, anchor="start")
     return alt.vconcat(*rows, title=title, spacing=24).resolve_scale(color="shared")
 
 
-def heat_records(setting: Setting, run: Run, layer: int = 0) -> list[Record]:
-    """ρ of one layer by step and position."""
-    return [
-        {"step": step, "position": position, "rho": value, "setting": setting.label}
-        for step, rows in run.series("rho")
-        for position, value in enumerate(rows[layer], 1)
-    ]
-
-
 def heat_chart(sweep: Sweep, runs: Mapping[str, Run], *, seed: int = 0) -> alt.VConcatChart:
     """Fig. 7: which tokens' gates are open, at each step of training, with and without LocAteR."""
-    panels = []
-    for setting in sweep.settings:
-        run = runs.get(replace(setting.config, seed=seed).digest)
-        if run is not None:
-            panels.append(_heat_panel(setting, heat_records(setting, run)))
+    found = [(s, runs.get(replace(s.config, seed=seed).digest)) for s in sweep.settings]
+    panels = [
+        gates_chart(setting_name(setting), run).properties(
+            width=620,
+            height=150,
+            title=alt.Title(setting_name(setting), anchor="start", fontSize=13),
+        )
+        for setting, run in found
+        if run is not None
+    ]
     title = alt.Title(
         sweep.question + ": signal propagation probability by token, over training",
         subtitle=[size_note(sweep.settings[0].config), f"seed {seed}, first layer, valid text"],
         anchor="start",
     )
     return alt.vconcat(*panels, title=title)
+
+
+def gates_chart(label: str, run: Run) -> alt.Chart:
+    """ρ of the first layer by token and step."""
+    series = run.series("rho")
+    steps = [step for step, _ in series]
+    width = min((b - a for a, b in pairwise(steps) if b > a), default=1)
+    records = [
+        {"step": step, "until": step + width, "token": token, "next": token + 1, "rho": value}
+        for step, layers in series
+        for token, value in enumerate(layers[0], 1)
+    ]
+    return (
+        alt.Chart(
+            alt.Data(values=records),
+            width=560,
+            height=180,
+            description=f"Heat map of ρ by token and step, {label}",
+        )
+        .mark_rect()
+        .encode(
+            x=alt.X("step:Q", scale=alt.Scale(nice=False)),
+            x2="until:Q",
+            y=alt.Y("token:Q", scale=alt.Scale(nice=False, zero=False, reverse=True)),
+            y2="next:Q",
+            color=alt.Color("rho:Q", title="ρ", scale=alt.Scale(domain=[0, 1], scheme="viridis")),
+            tooltip=["step:Q", "token:Q", "rho:Q"],
+        )
+    )
 
 
 def comparison_chart(sweep: Sweep, runs: Mapping[str, Run]) -> alt.TopLevelMixin:
@@ -160,17 +194,13 @@ def lab_chart(sweep: Sweep, runs: Mapping[str, Run]) -> alt.TopLevelMixin:
     return (curves_chart if sweep.name.startswith("fig") else comparison_chart)(sweep, runs)
 
 
-def _seeds(setting: Setting, sweep: Sweep, runs: Mapping[str, Run]) -> list[Run]:
-    digests = [replace(setting.config, seed=seed).digest for seed in sweep.all_seeds]
-    return [runs[digest] for digest in digests if digest in runs]
-
-
-def _curves(run: Run) -> dict[str, dict[int, float]]:
+def run_curves(run: Run) -> dict[str, dict[int, float]]:
     """One value a step: layers averaged, losses as perplexities."""
     found: dict[str, dict[int, float]] = {}
     for name in ("trace", "frobenius_squared", "entropy"):
-        found[name] = {step: sum(v) / len(v) for step, v in run.series(name)}
-    found["perplexity"] = {step: math.exp(loss) for step, loss in run.series("valid_loss")}
+        found[name] = {step: sum(v) / len(v) for step, v in run.series(name) if None not in v}
+    losses = [(step, loss) for step, loss in run.series("valid_loss") if loss is not None]
+    found["perplexity"] = {step: math.exp(loss) for step, loss in losses if loss < 700}
     return found
 
 
@@ -192,67 +222,33 @@ def _panel(
     records: Sequence[Record], reading: str, name: str, title: str, labels: Sequence[str]
 ) -> Any:
     values = [r for r in records if r["reading"] == reading and r["panel"] == name]
-    colors = ["#222222", SCALE[5], SCALE[2], SCALE[4], SCALE[3], SCALE[0]]
-    dashes = [[4, 3], [1, 0], [1, 0], [1, 0], [1, 0], [1, 0]]
-    legend = alt.Legend(
-        title="κ₂", orient="top", symbolType="stroke", symbolStrokeWidth=2, symbolOpacity=1
+    looks = told_apart(
+        "kappa",
+        labels,
+        title="κ₂",
+        colors=["#222222", SCALE[5], SCALE[2], SCALE[4], SCALE[3], SCALE[0]],
+        dashes=[[4, 3], *([[1, 0]] * 5)],
+        symbolType="stroke",
+        symbolStrokeWidth=2,
+        symbolOpacity=1,
     )
     is_log = name in ("perplexity", "frobenius_squared")
     scale: dict[str, Any] = {"type": "log", "nice": False} if is_log else {"zero": False}
     y = alt.Y("value:Q", title=title, scale=alt.Scale(**scale), axis=alt.Axis(grid=not is_log))
     base = alt.Chart(alt.Data(values=values)).encode(
         x=alt.X("step:Q", title="step", axis=alt.Axis(tickCount=4), scale=alt.Scale(zero=False)),
-        color=alt.Color(
-            "kappa:N",
-            sort=list(labels),
-            scale=alt.Scale(domain=list(labels), range=colors[: len(labels)]),
-            legend=legend,
-        ),
+        color=looks["color"],
     )
     band = base.mark_area(opacity=0.2).encode(y=alt.Y("low:Q", title=title), y2="high:Q")
-    dash = alt.StrokeDash(
-        "kappa:N",
-        scale=alt.Scale(domain=list(labels), range=dashes[: len(labels)]),
-        legend=legend,
-        sort=list(labels),
-    )
     line = base.mark_line().encode(
-        y=y, strokeDash=dash, tooltip=["kappa:N", "step:Q", "value:Q", "low:Q", "high:Q"]
+        y=y,
+        strokeDash=looks["strokeDash"],
+        tooltip=["kappa:N", "step:Q", "value:Q", "low:Q", "high:Q"],
     )
     return alt.layer(band, line).properties(
         width=138,
         height=150,
         description=f"{title} against steps, one line per κ₂; {_reading_title(reading)}",
-    )
-
-
-def _heat_panel(setting: Setting, records: Sequence[Record]) -> alt.Chart:
-    steps = sorted({record["step"] for record in records})
-    width = steps[1] - steps[0] if len(steps) > 1 else 1
-    values = [
-        {**record, "until": record["step"] + width, "above": record["position"] + 1}
-        for record in records
-    ]
-    label = setting_name(setting)
-    return (
-        alt.Chart(alt.Data(values=values))
-        .mark_rect()
-        .encode(
-            x=alt.X("step:Q", title="step", scale=alt.Scale(nice=False)),
-            x2="until:Q",
-            y=alt.Y(
-                "position:Q", title="token", scale=alt.Scale(nice=False, zero=False, reverse=True)
-            ),
-            y2="above:Q",
-            color=alt.Color("rho:Q", title="ρ", scale=alt.Scale(domain=[0, 1], scheme="viridis")),
-            tooltip=["step:Q", "position:Q", "rho:Q"],
-        )
-        .properties(
-            width=620,
-            height=150,
-            title=alt.Title(label, anchor="start", fontSize=13),
-            description=f"Heat map of ρ by token and step, {label}",
-        )
     )
 
 
@@ -271,3 +267,86 @@ def _band_note(counts: Sequence[int]) -> str:
         return "one seed"
     seeds = str(most) if least == most else f"{least} to {most}"
     return f"mean of {seeds} seeds, band from the lowest to the highest"
+
+
+def run_sections(runs: Sequence[Run]) -> list[Section]:
+    """Any runs on a page: their curves together, ρ over the training of each, their settings."""
+    if not runs:
+        raise InputError("there is no run to show.", hint="give at least one.")
+    labels = run_labels(runs)
+    sections = [
+        Section(
+            key="runs",
+            title="Training runs",
+            chart=specification(runs_chart(runs)),
+            caption="Layers are averaged. A run that diverged ends where its loss did.",
+        )
+    ]
+    for place, (label, run) in enumerate(zip(labels, runs, strict=True), 1):
+        if run.series("rho"):
+            sections.append(
+                Section(
+                    key=f"run-{place}",
+                    title=f"Where the gates are open: {label}",
+                    chart=specification(gates_chart(label, run)),
+                    caption="Signal propagation probability of the first layer by token, over the "
+                    "steps of training.",
+                )
+            )
+    return [*sections, _settings(labels, runs)]
+
+
+def run_labels(runs: Sequence[Run]) -> list[str]:
+    """Names of the folders or files; where those are digests, the settings that differ."""
+    configs = [asdict(run.config) for run in runs]
+    apart = [name for name in configs[0] if len({str(config[name]) for config in configs}) > 1]
+    names = []
+    for run, config in zip(runs, configs, strict=True):
+        own = run.config.digest if run.path is None else run.path.stem
+        words = ", ".join(f"{name} {config[name]}".replace("_", " ") for name in apart)
+        names.append(words if own == run.config.digest and words else own)
+    return [
+        name if names.count(name) == 1 else f"{name} ({run.config.digest[:6]}, {place})"
+        for place, (name, run) in enumerate(zip(names, runs, strict=True), 1)
+    ]
+
+
+def runs_chart(runs: Sequence[Run]) -> alt.ConcatChart:
+    """Perplexity, trace, scale and entropy against steps, one line per run."""
+    labels = run_labels(runs)
+    curves = {label: run_curves(run) for label, run in zip(labels, runs, strict=True)}
+    colors = [SCALE[place % len(SCALE)] for place in range(len(labels))]
+    dashes = [[1, 0] if place < len(SCALE) else [4, 2] for place in range(len(labels))]
+    looks = told_apart("run", labels, colors=colors, dashes=dashes, columns=1)
+    panels = []
+    for name, title in _QUANTITIES.items():
+        values = [
+            {"run": label, "step": step, "value": value}
+            for label, found in curves.items()
+            for step, value in found[name].items()
+        ]
+        scale = alt.Scale(type="log") if name == "perplexity" else alt.Scale(zero=False)
+        panels.append(
+            alt.Chart(alt.Data(values=values))
+            .mark_line(point=alt.OverlayMarkDef(size=12))
+            .encode(
+                x=alt.X("step:Q", axis=alt.Axis(tickCount=4)),
+                y=alt.Y("value:Q", title=title, scale=scale),
+                tooltip=["run:N", "step:Q", "value:Q"],
+                **looks,
+            )
+            .properties(
+                width=270, height=170, description=f"{title} against steps, one line per run."
+            )
+        )
+    return alt.concat(*panels, columns=2)
+
+
+def _settings(labels: Sequence[str], runs: Sequence[Run]) -> Section:
+    """What sets the runs apart first, then what they share."""
+    configs = [asdict(run.config) for run in runs]
+    ends = [run.final["end"] if run.final else "unfinished" for run in runs]
+    rows = [[name, *(config[name] for config in configs)] for name in configs[0]]
+    rows.sort(key=lambda row: len(set(map(str, row[1:]))) == 1)
+    table = markdown_table([["end", *ends], *rows], ["setting", *labels], is_plain=True)
+    return Section(key="run-settings", title="Settings of the runs", text=table)

@@ -14,17 +14,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from locater import ConfigError, InputError, LocaterError
-from locater.paper.lab import corpus, hub
-from locater.paper.lab.batches import Order
-from locater.paper.lab.data import (
+from locater.paper.lab.batches import (
     IGNORED,
     Batches,
-    Corpus,
-    ImageBatches,
     MaskedBatches,
-    cache_folder,
-    load_corpus,
+    Source,
     load_digits,
+)
+from locater.paper.lab.text import (
+    HUB,
+    SPLITS,
+    Corpus,
+    HubText,
+    cache_folder,
+    embedded_text,
+    hub_text,
+    load_corpus,
+    paragraphs,
+    text_digest,
 )
 
 ROOT = Path(__file__).parents[3]
@@ -39,7 +46,7 @@ TEXT = "the cat saw the dog .\n\nthe dog saw a cat and the cat\n"
 def embedded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache that holds the embedded text."""
     cache = tmp_path_factory.mktemp("cache")
-    corpus.embedded_text(cache)
+    embedded_text(cache)
     return cache
 
 
@@ -71,9 +78,9 @@ def test_wikitext_2_has_its_standard_counts() -> None:
     assert len(text.vocabulary) == 33_278
     start = [text.vocabulary[place] for place in text.train[:7].tolist()]
     assert start == ["<eos>", "=", "Valkyria", "Chronicles", "III", "=", "<eos>"]
-    for split in corpus.SPLITS:  # the files are those that the hub's digests were taken from
+    for split in SPLITS:  # the files are those that the hub's digests were taken from
         lines = (WIKITEXT / f"{split}.txt").read_text(encoding="utf-8").split("\n")[:-1]
-        assert hub.text_digest(lines) == hub.HUB["wikitext-2"].digests[split]
+        assert text_digest(lines) == HUB["wikitext-2"].digests[split]
     cut = load_corpus(WIKITEXT, size=10_000)
     assert cut.train.numel() == 2_088_628 and int(cut.train.max()) == 9_999
     counts = torch.bincount(text.train)  # both are numbered in the same order, by frequency
@@ -83,7 +90,7 @@ def test_wikitext_2_has_its_standard_counts() -> None:
 
 
 def test_the_embedded_prose_is_english_and_large_enough(embedded: Path) -> None:
-    texts = corpus.embedded_text(embedded)
+    texts = embedded_text(embedded)
     tokens = {split: text.split() for split, text in texts.items()}
     total = sum(map(len, tokens.values()))
     assert total > 250_000
@@ -100,20 +107,20 @@ def test_the_embedded_corpus_loads_from_its_cache(
     embedded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCATER_CACHE", str(embedded))
-    monkeypatch.setattr(corpus, "documents", lambda: pytest.fail("read again"))
+    monkeypatch.setattr("locater.paper.lab.text.documents", lambda: pytest.fail("read again"))
     text = load_corpus()
     assert (text.name, cache_folder()) == ("embedded", embedded)
     counts = Counter(words(text, "train"))
     assert min(counts[word] for word in text.vocabulary) >= 3
-    lines = corpus.embedded_text(embedded)["valid"].splitlines()
+    lines = embedded_text(embedded)["valid"].splitlines()
     assert text.valid.numel() == sum(len(line.split()) + 1 for line in lines)
     assert load_corpus(size=1000).digest != text.digest == load_corpus().digest
 
 
 @pytest.mark.slow
 def test_the_embedded_text_is_the_same_in_every_process(embedded: Path, tmp_path: Path) -> None:
-    code = "import sys, pathlib; from locater.paper.lab import corpus; "
-    code += "corpus.embedded_text(pathlib.Path(sys.argv[1]))"
+    code = "import sys, pathlib; from locater.paper.lab import text; "
+    code += "text.embedded_text(pathlib.Path(sys.argv[1]))"
     command = [sys.executable, "-c", code, str(tmp_path)]
     subprocess.run(command, check=True, env={"PYTHONHASHSEED": "77"})
     stored = sorted(tmp_path.glob("python-*.txt"))
@@ -138,7 +145,7 @@ def test_code_and_tables_are_no_prose() -> None:
     *All* of the ``items`` must be
     numbers, or an error is raised.
     """
-    assert list(corpus.paragraphs(text)) == [
+    assert list(paragraphs(text)) == [
         "Return the sum of the numbers that were given to it.",
         "All of the items must be numbers, or an error is raised.",
     ]
@@ -172,7 +179,7 @@ def test_pieces_of_words_spell_the_text_and_are_learned_once(
 ) -> None:
     source = tmp_path / "small"
     source.mkdir()
-    for split, text in corpus.embedded_text(embedded).items():
+    for split, text in embedded_text(embedded).items():
         (source / f"{split}.txt").write_text(text[:40_000] + "\n<unk> ünknöwn\n", encoding="utf-8")
     text = load_corpus(source, vocabulary="bpe", size=600)
     assert len(text.vocabulary) == 600 and int(text.train.max()) < 600
@@ -231,7 +238,7 @@ def test_texts_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
         load_corpus("hub:wikitext-9")
 
 
-def hub_folder(path: Path) -> hub.HubText:
+def hub_folder(path: Path) -> HubText:
     """A data set as the hub stores it, with the digests of its text."""
     import pyarrow
     from pyarrow import parquet
@@ -241,8 +248,8 @@ def hub_folder(path: Path) -> hub.HubText:
     for split, theirs in zip(texts, ("train", "validation", "test"), strict=True):
         rows = [f"{line}\n" if line else "" for line in texts[split].splitlines()]
         parquet.write_table(pyarrow.table({"text": rows}), path / f"{theirs}-00000.parquet")
-    digests = {split: hub.text_digest(text.splitlines()) for split, text in texts.items()}
-    return hub.HubText(path=str(path), config=None, digests=digests)
+    digests = {split: text_digest(text.splitlines()) for split, text in texts.items()}
+    return HubText(path=str(path), config=None, digests=digests)
 
 
 def test_a_text_of_the_hub_is_checked_by_its_digest(
@@ -253,12 +260,10 @@ def test_a_text_of_the_hub_is_checked_by_its_digest(
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
     source = hub_folder(tmp_path / "hub")
     known = {"small": source}
-    assert hub.hub_text("small", known=known)["train"] == TEXT
-    changed = hub.HubText(
-        path=source.path, config=None, digests=source.digests | {"valid": "0" * 64}
-    )
+    assert hub_text("small", known=known)["train"] == TEXT
+    changed = HubText(path=source.path, config=None, digests=source.digests | {"valid": "0" * 64})
     with pytest.raises(InputError, match=r"the valid text of .* is not the expected one"):
-        hub.hub_text("small", known={"small": changed})
+        hub_text("small", known={"small": changed})
 
 
 def test_without_a_network_the_hub_says_what_to_do(
@@ -307,7 +312,7 @@ def test_a_step_depends_on_seed_and_step_alone() -> None:
         assert torch.equal(Batches(text, length=8, batch=16, seed=5).at(step)[0], seen[step])
     other = Batches(text, length=8, batch=16, seed=6)
     assert not torch.equal(other.at(0)[0], seen[0])
-    orders = Order(1249, batch=1249, seed=5)
+    orders = Source(torch.arange(1249), torch.arange(1249), batch=1249, seed=5)
     assert not torch.equal(orders.indices(0), orders.indices(1))
 
 
@@ -362,17 +367,18 @@ def test_digits_are_cut_in_patches(patch: int) -> None:
     from sklearn import datasets
 
     digits = load_digits(3, patch=patch)
+    (train, train_labels), (valid, _) = digits["train"], digits["valid"]
     images, labels = datasets.load_digits(return_X_y=True)
-    assert len(digits.train) + len(digits.valid) == 1797 and len(digits.valid) == 359
-    assert digits.train.shape[1:] == ((8 // patch) ** 2, patch**2)
+    assert len(train) + len(valid) == 1797 and len(valid) == 359
+    assert train.shape[1:] == ((8 // patch) ** 2, patch**2)
     side = 8 // patch
-    whole = digits.train.unflatten(1, (side, side)).unflatten(3, (patch, patch))
+    whole = train.unflatten(1, (side, side)).unflatten(3, (patch, patch))
     back = (whole.transpose(2, 3).reshape(-1, 64) * 16).round().to(torch.int64)
     known = {
         tuple(image): int(label) for image, label in zip(images.astype(int), labels, strict=True)
     }
-    assert [known[tuple(row)] for row in back.tolist()] == digits.train_labels.tolist()
-    first, label = ImageBatches(digits.train, digits.train_labels, batch=7, seed=0).at(400)
+    assert [known[tuple(row)] for row in back.tolist()] == train_labels.tolist()
+    first, label = Source(train, train_labels, batch=7, seed=0).at(400)
     assert first.shape[0] == label.shape[0] == 7
     with pytest.raises(ConfigError, match="not cut in patches of 3"):
         load_digits(0, patch=3)

@@ -6,17 +6,17 @@ from dataclasses import replace
 import altair as alt
 import pytest
 
-from locater.paper.lab.presets import SWEEPS, Sweep
-from locater.paper.lab.run import Run
-from locater.paper.lab.settings import TrainConfig
-from locater.paper.lab_figures import (
+from locater.paper.lab.figures import (
     NONE,
     comparison_chart,
     curve_records,
-    heat_records,
+    gates_chart,
     lab_chart,
     size_note,
 )
+from locater.paper.lab.presets import SWEEPS, Sweep
+from locater.paper.lab.run import Run
+from locater.paper.lab.settings import TrainConfig
 from locater.report.charts import specification
 
 STEPS = (0, 1250, 2500)
@@ -78,9 +78,9 @@ def test_curves_are_means_over_seeds_with_their_range() -> None:
 
 def test_the_heat_map_has_every_token_at_every_step() -> None:
     setting = SWEEPS["fig7-cpu"].settings[1]
-    records = heat_records(setting, fake(setting.config, 0))
+    records = gates_chart("one", fake(setting.config, 0)).to_dict()["data"]["values"]
     assert [r["rho"] for r in records] == [0.25, 0.5, 0.75] * 3
-    assert [r["position"] for r in records[:3]] == [1, 2, 3]
+    assert [r["token"] for r in records[:3]] == [1, 2, 3]
     assert {r["step"] for r in records} == set(STEPS)
 
 

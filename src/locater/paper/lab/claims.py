@@ -10,12 +10,13 @@ from locater.paper.lab.run import Run
 from locater.paper.lab.summary import (
     Interval,
     best_loss,
+    ended,
     final_mean,
     paired,
     participation,
     summarize,
 )
-from locater.report.verdicts import Outcome, Verdict
+from locater.paper.verdicts import Outcome, Verdict
 
 Value = Callable[[Run], float]
 Text = Callable[[Interval], str]
@@ -156,5 +157,5 @@ def _by_reading(sweep: Sweep) -> dict[str, list[Setting]]:
 
 
 def _seeds(sweep: Sweep, runs: Mapping[str, Run], setting: Setting) -> str:
-    (row,) = (row for row in summarize(sweep, runs) if row.setting is setting)
-    return "one seed" if row.seeds == 1 else f"{row.seeds} seeds"
+    count = len(ended(sweep, runs, setting))
+    return "one seed" if count == 1 else f"{count} seeds"

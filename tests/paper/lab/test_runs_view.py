@@ -9,9 +9,9 @@ from torch import nn
 from locater import cli
 from locater.audit import audit_model
 from locater.errors import InputError
+from locater.paper.lab.figures import gates_chart, run_curves, run_labels, run_sections, runs_chart
 from locater.paper.lab.run import Run
 from locater.paper.lab.settings import TrainConfig
-from locater.paper.runs_view import gates_chart, run_labels, run_records, run_sections, runs_chart
 
 
 def run(path: Path | None = None, *, seed: int = 0, end: str = "finished") -> Run:
@@ -30,8 +30,7 @@ def run(path: Path | None = None, *, seed: int = 0, end: str = "finished") -> Ru
 
 
 def test_layers_are_averaged_and_losses_are_perplexities() -> None:
-    records = run_records("one", run())
-    at_end = {r["panel"]: r["value"] for r in records if r["step"] == 1000}
+    at_end = {name: curve[1000] for name, curve in run_curves(run()).items()}
     assert at_end == {
         "trace": 2.0,
         "frobenius_squared": 2.0,

@@ -1,0 +1,438 @@
+"""The parts of the reproduction: each is given a context and makes sections and verdicts.
+
+A new part is a function from a `Context` to a `Result` and a row in `PARTS`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from locater.audit import audit_model
+from locater.paper import claims, curves, figures
+from locater.paper.explorer import explorer_section
+from locater.paper.fig5 import fig5_chart, fig5_verdicts
+from locater.paper.lab.claims import curve_verdicts, stripes_verdict
+from locater.paper.lab.figures import curves_chart, heat_chart, setting_name
+from locater.paper.lab.presets import Setting, Sweep, sweep_named
+from locater.paper.lab.run import Run
+from locater.paper.lab.summary import markdown, summarize
+from locater.paper.lab.sweep import SweepFolders, run_sweep
+from locater.paper.lab.train import load_trained
+from locater.paper.verdicts import Verdict
+from locater.reality.against_theory import RealityConfig, against_theory
+from locater.report.audit_view import audit_exports, audit_sections
+from locater.report.charts import specification
+from locater.report.page import Section
+from locater.report.reality_view import profile_panels, profile_records
+from locater.report.tables import Columns, markdown_table
+from locater.simulation import preset, simulate
+
+Record = dict[str, Any]
+Scale = Literal["quick", "cpu", "paper"]
+_BLOCKS = {"quick": 1200, "cpu": 2400, "paper": 2400}
+"""Blocks of text that theory is held against; half of them for the moments."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """What a part may know and use."""
+
+    scale: Scale
+    store: Path
+    """A folder for what the part wants to find again after an interruption."""
+    data: Path | None = None
+    """Where the text lies that models are trained on."""
+    results: Path | None = None
+    """Published runs, which are not trained again."""
+    reality: Path | None = None
+    """Published studies of real models."""
+    progress: Callable[[int, int], None] = lambda done, total: None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a part made; plain enough for JSON."""
+
+    sections: tuple[Section, ...]
+    verdicts: tuple[Verdict, ...] = ()
+    headline: Section | None = None
+    """The one thing to see first, if this part has it."""
+    exports: Mapping[str, Record] = field(default_factory=dict)
+    """Figures for papers beside those of the sections: specifications by name."""
+
+    def to_dict(self) -> Record:
+        """Plain data that `from_dict` takes back."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Result:
+        """Read it back."""
+        return cls(
+            sections=tuple(Section(**section) for section in data["sections"]),
+            verdicts=tuple(Verdict(**verdict) for verdict in data["verdicts"]),
+            headline=None if data["headline"] is None else Section(**data["headline"]),
+            exports=data["exports"],
+        )
+
+
+@dataclass(frozen=True)
+class Part:
+    """How a part is made, and about how long it takes on two cores."""
+
+    make: Callable[[Context], Result]
+    seconds: Mapping[Scale, float]
+    scales: tuple[Scale, ...] = ("quick", "cpu", "paper")
+    """Where it is made unless only other parts are asked for."""
+
+
+def theory_part(
+    _: Context,
+    *,
+    key: str,
+    title: str,
+    records: Callable[[], list[Record]],
+    chart: Callable[[list[Record]], Any],
+    verdicts: Callable[[list[Record]], list[Verdict]],
+    caption: str,
+) -> Result:
+    """One of Figs. 1-4: its records, the chart of them and what they say to the paper."""
+    made = records()
+    section = _chart_section(key, title, chart(made), caption)
+    return Result(sections=(section,), verdicts=tuple(verdicts(made)))
+
+
+def _chart_section(key: str, title: str, chart: Any, caption: str, text: str = "") -> Section:
+    return Section(key=key, title=title, chart=specification(chart), caption=caption, text=text)
+
+
+_FIG1 = partial(
+    theory_part,
+    key="fig1",
+    title="Figure 1: softmax and its piecewise form",
+    records=curves.softmax_curves,
+    chart=figures.softmax_chart,
+    verdicts=claims.fig1_verdicts,
+    caption="A token's gate is open where the piecewise line is neither 0 nor 1. The two touch at "
+    "the origin only: ρ tells where gradients pass the linearized softmax, not how much attention "
+    "a token gets.",
+)
+_FIG2 = partial(
+    theory_part,
+    key="fig2",
+    title="Figure 2: ρ(θ) over the (ξ, η) grid",
+    records=curves.rho_grid,
+    chart=figures.rho_grid_chart,
+    verdicts=claims.fig2_verdicts,
+    caption="With the right variance (blue) attention localizes more sharply than printed "
+    "(vermilion): at ξ = 10, η = 1 the peak is .91, not .36. At ξ = 0 it is the middle that stays "
+    "open, not all tokens alike. At finite length (green) and small η every gate is open: the 1/T "
+    "that the paper drops decides.",
+)
+_FIG3 = partial(
+    theory_part,
+    key="fig3",
+    title="Figure 3: the localization threshold",
+    records=curves.threshold_curves,
+    chart=figures.threshold_chart,
+    verdicts=claims.fig3_verdicts,
+    caption="Below ξη = 2 all late tokens are on, above it only those up to θ = 1/2 + 1/(ξη). This "
+    "figure of the paper is right; η is 0.01, not the 0.02 of its text.",
+)
+_FIG4 = partial(
+    theory_part,
+    key="fig4",
+    title="Figure 4: the entropy lower bound",
+    records=curves.entropy_curves,
+    chart=figures.entropy_bound_chart,
+    verdicts=claims.fig4_verdicts,
+    caption="The bound that logits of a given norm attain only falls. The printed one exceeds ln "
+    "T, the largest entropy there is, for every ν up to 10: its peak, and the advice drawn from "
+    "it, are artefacts of a misprint.",
+)
+
+
+def simulated_part(context: Context) -> Result:
+    """Fig. 5: the paper's two panels, then others; resumed where it was interrupted."""
+    panels = preset("fig5")
+    total, done, simulations = sum(panel.units for panel in panels.values()), 0, {}
+    for name, panel in panels.items():
+        before = done
+
+        def report(units: int, _: int, before: int = before) -> None:
+            context.progress(before + units, total)
+
+        simulations[name] = simulate(panel, store=context.store / "simulate", report=report)
+        done += panel.units
+    items = list(simulations.items())
+    paper, beyond = dict(items[:2]), dict(items[2:])
+    section = _chart_section(
+        "fig5",
+        "Figure 5: simulated signal propagation",
+        fig5_chart(
+            paper, title="Fig. 5  Simulated ρ (color, ± 2 s.e.) over the exact one (dashed)"
+        ),
+        "300 sequences for each of 10 drawn W_QK, 40 tokens, 128 dimensions. Left, ρ by position: "
+        "how far do few tokens stand out? Right, the entropy of attention. What the numbers say to "
+        "the paper's readings stands above each row and in the verdicts.",
+    )
+    other = _chart_section(
+        "fig5-beyond",
+        "Figure 5, beyond the paper: other tokens, asymmetric forms",
+        fig5_chart(beyond, title="Fig. 5 for other tokens and for asymmetric W_QK"),
+        "Does localization survive without a random walk, and for asymmetric forms? Compare each "
+        "row's answers with those above.",
+    )
+    verdicts = [verdict for name, made in paper.items() for verdict in fig5_verdicts(name, made)]
+    return Result(sections=(section, other), verdicts=tuple(verdicts))
+
+
+def curves_part(context: Context, figure: str) -> Result:
+    """One of Figs. 6 and 8-12: spectrum, entropy and perplexity in training."""
+    sweep, runs = _trained(context, figure)
+    section = _chart_section(
+        figure,
+        f"Figure {figure.removeprefix('fig')}: LocAteR in training",
+        curves_chart(sweep, runs),
+        "Dashed: without LocAteR. Does the scale (B) shrink as κ₂ grows, does entropy (C) rise, "
+        "does perplexity (D) fall below the dashed line? The text and the captions of the paper "
+        "disagree on what κ₂ weighs, so each row shows one reading.",
+        markdown(summarize(sweep, runs)) + _shared_settings(sweep),
+    )
+    return Result(sections=(section,), verdicts=tuple(curve_verdicts(sweep, runs, figure)))
+
+
+def gates_part(context: Context) -> Result:
+    """Fig. 7: which tokens' gates are open while the model trains."""
+    sweep, runs = _trained(context, "fig7")
+    section = _chart_section(
+        "fig7",
+        "Figure 7: signal propagation in training",
+        heat_chart(sweep, runs),
+        "Light: the gradient of that token's attention passes. Look for stripes: positions that "
+        "stay open while others close, with LocAteR more than without.",
+        _shared_settings(sweep),
+    )
+    return Result(sections=(section,), verdicts=(stripes_verdict(sweep, runs, "fig7"),))
+
+
+def audit_part(context: Context) -> Result:
+    """The heads of the models of Fig. 7, as `locater audit` shows them."""
+    sweep, _ = _trained(context, "fig7")
+    audits = []
+    for setting, path in _folders(context, sweep):
+        model, _ = load_trained(path, data=_data(context, sweep))
+        audit = audit_model(model, tokens=model.config.length)
+        audits.append(replace(audit, name=setting_name(setting)))
+    first, *rest = audit_sections(audits)
+    sections = (replace(first, title="The trained models, audited"), *rest)
+    return Result(sections=sections, exports=audit_exports(audits))
+
+
+def reality_part(context: Context) -> Result:
+    """Theory against the models that were just trained, on text that they have not seen."""
+    sweep, _ = _trained(context, "fig7")
+    studies: list[Record] = []
+    for setting, path in _folders(context, sweep):
+        model, material = load_trained(path, data=_data(context, sweep))
+        source, count = material.whole_valid, _BLOCKS[context.scale]
+        blocks = torch.cat([source.at(step)[0] for step in range(source.steps_per_epoch)])[:count]
+        found = against_theory(model, blocks, RealityConfig())
+        profiles = profile_records(found, heads=2)
+        studies.append(
+            {"model": setting_name(setting), "summary": found.summary(), "profiles": profiles}
+        )
+    printed, ours = (
+        [study["summary"][f"rho_error_{name}"] for study in studies] for name in ("printed", "full")
+    )
+    verdict = Verdict(
+        where="Sec. 4",
+        claim="The eigenspectrum tells where attention looks (for random-walk tokens).",
+        outcome="differs" if max(printed) > 0.1 else "reproduced",
+        found=f"on trained heads the printed formula misses ρ by {max(printed):.2f} on average "
+        f"over positions; with the tokens' measured moments the theory misses it by "
+        f"{max(ours):.3f} (the worst model of each)",
+        section="reality",
+    )
+    section = _reality_section(
+        studies,
+        key="reality",
+        title="Theory against reality, on the models just trained",
+        chart_title="ρ of the trained heads, measured and predicted",
+        caption=_COUNTED,
+        intro="Mean |error| of ρ over positions, and attention entropy in nats.",
+        columns={
+            "ρ as printed": "rho_error_printed:.3f",
+            "K, Σ, means": "rho_error_means:.3f",
+            "full moments": "rho_error_full:.3f",
+            "noise of counting": "rho_noise:.3f",
+            "entropy": "entropy:.3f",
+            "error of the predicted": "entropy_error_full:.3f",
+        },
+    )
+    told = (
+        f"Over heads and positions, the printed formula misses ρ by {_range(printed)}, the theory "
+        f"with measured moments by {_range(ours)}."
+    )
+    return Result(sections=(section,), verdicts=(verdict,), headline=_headline(section, told))
+
+
+def published_part(context: Context) -> Result:
+    """Real models that others have trained, as `benchmarks/study_reality.py` found them."""
+    paths = sorted(context.reality.glob("*.json")) if context.reality else []
+    studies = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    studies = [study for study in studies if study["side"]]  # not the laboratory's own
+    if not studies:
+        return Result(sections=())
+    section = _reality_section(
+        studies,
+        key="published",
+        title="Theory against reality, on models that others trained",
+        chart_title="ρ of real heads",
+        caption=f"Heads from the best predicted to the worst. {_COUNTED} Measured beforehand; "
+        "docs/theory-vs-reality.md has the study.",
+        intro="Mean |error| over heads and positions.",
+        columns={
+            "heads": "heads",
+            "ρ as printed": "rho_error_printed:.3f",
+            "full moments": "rho_error_full:.3f",
+            "noise of counting": "rho_noise:.3f",
+            "entropy, full (nats)": "entropy_error_full:.3f",
+        },
+    )
+    told = [
+        "{model}, {heads} heads: the printed formula misses ρ by {rho_error_printed:.2f} on "
+        "average, the theory with measured moments by {rho_error_full:.3f}.".format(
+            model=study["model"], **study["summary"]
+        )
+        for study in studies
+    ]
+    return Result(sections=(section,), headline=_headline(section, " ".join(told)))
+
+
+_COUNTED = (
+    "Points were counted on held-out text with the model's own logits; lines follow from its "
+    "weights and the moments of its tokens on other text."
+)
+
+
+def _reality_section(
+    studies: Sequence[Record],
+    *,
+    key: str,
+    title: str,
+    chart_title: str,
+    caption: str,
+    intro: str,
+    columns: Columns,
+) -> Section:
+    """Measured and predicted ρ of some heads, and the errors of every model."""
+    records = [
+        {**record, "panel": f"{study['model']}: {record['panel']}"}
+        for study in studies
+        for record in study["profiles"]
+    ]
+    rows = [{"model": study["model"], **study["summary"]} for study in studies]
+    table = markdown_table(rows, {"model": "model", **columns})
+    chart = profile_panels(records, title=chart_title)
+    return _chart_section(key, title, chart, caption, f"{intro}\n\n{table}")
+
+
+def _headline(section: Section, told: str) -> Section:
+    title = "Does theory predict real heads?"
+    return replace(
+        section, key="headline", title=title, caption=f"{told} {section.caption}", text=""
+    )
+
+
+def _range(values: Sequence[float]) -> str:
+    low, high = (f"{value:.2g}" for value in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
+
+
+def _shared_settings(sweep: Sweep) -> str:
+    """What the runs share, for the reader who wants to make them again."""
+    config = asdict(sweep.settings[0].config)
+    words = ", ".join(f"{name} {value}" for name, value in config.items() if name != "seed")
+    return f"\n\nSeeds 0 to {sweep.seeds - 1}. Settings of the run without LocAteR: `{words}`.\n"
+
+
+def _data(context: Context, sweep: Sweep) -> str:
+    """The text of a sweep: the embedded one, the given folder, or the hub's."""
+    corpus = sweep.settings[0].config.corpus
+    if corpus == "embedded":
+        return corpus
+    return str(context.data) if context.data is not None else f"hub:{corpus}"
+
+
+def _trained(context: Context, figure: str) -> tuple[Sweep, dict[str, Run]]:
+    """The runs of a figure; finished ones are never trained again."""
+    sweep = sweep_named(figure if context.scale == "paper" else f"{figure}-{context.scale}")
+    folders = SweepFolders(
+        out=context.store / "lab", data=_data(context, sweep), results=context.results
+    )
+    runs = run_sweep(sweep.configs(), folders, report=context.progress)
+    return sweep, {run.config.digest: run for run in runs}
+
+
+def _folders(context: Context, sweep: Sweep) -> list[tuple[Setting, Path]]:
+    """The first seed's run folder of every setting; one without its model is trained again."""
+    configs = [replace(setting.config, seed=0) for setting in sweep.settings]
+    folders = SweepFolders(out=context.store / "lab", data=_data(context, sweep))
+    run_sweep(configs, folders, report=context.progress)
+    paths = [folders.out / config.digest for config in configs]
+    return list(zip(sweep.settings, paths, strict=True))
+
+
+def errata_text() -> str:
+    """`docs/errata.md`, from the installed package or from the source tree."""
+    packaged = files("locater.paper") / "errata.md"
+    if packaged.is_file():
+        return packaged.read_text(encoding="utf-8")
+    return (Path(__file__).parents[3] / "docs" / "errata.md").read_text(encoding="utf-8")
+
+
+def _errata(_: Context) -> Result:
+    text = errata_text().split("\n", 1)[1]
+    section = Section(key="errata", title="What the paper says, and what is right", text=text)
+    return Result(sections=(section,))
+
+
+def _always(seconds: float) -> dict[Scale, float]:
+    return {"quick": seconds, "cpu": seconds, "paper": seconds}
+
+
+def _hours(quick_seconds: float, cpu: float, paper: float) -> dict[Scale, float]:
+    return {"quick": quick_seconds, "cpu": 3600 * cpu, "paper": 3600 * paper}
+
+
+_LARGE: tuple[Scale, ...] = ("cpu", "paper")
+PARTS: dict[str, Part] = {
+    "explorer": Part(lambda _: Result(sections=(explorer_section(),)), _always(0.5)),
+    "fig1": Part(_FIG1, _always(0.5)),
+    "fig2": Part(_FIG2, _always(4)),
+    "fig3": Part(_FIG3, _always(0.5)),
+    "fig4": Part(_FIG4, _always(0.5)),
+    "fig5": Part(simulated_part, _always(25)),
+    "fig6": Part(partial(curves_part, figure="fig6"), _hours(60, 2.5, 30)),
+    "fig7": Part(gates_part, _hours(5, 0.1, 1)),
+    **{
+        figure: Part(partial(curves_part, figure=figure), _hours(0, 0.5, 30), _LARGE)
+        for figure in ("fig8", "fig9", "fig10", "fig11", "fig12")
+    },
+    "models": Part(audit_part, _hours(5, 0.01, 0.01)),
+    "published": Part(published_part, _always(0.5)),
+    "reality": Part(reality_part, _hours(20, 0.02, 0.02)),
+    "claims": Part(  # verdicts alone: what is right instead stands in the errata
+        lambda _: Result(sections=(), verdicts=tuple(claims.theory_verdicts())), _always(2)
+    ),
+    "errata": Part(_errata, _always(0.5)),
+}
+"""In the order of the page."""
