@@ -17,7 +17,8 @@ import altair as alt
 import torch
 
 from locater.paper.lab.summary import update_page
-from locater.reality.records import COLUMNS, rank_correlation
+from locater.reality.against_theory import rank_correlation
+from locater.reality.theories import COLUMNS
 from locater.report.charts import save_chart
 from locater.report.reality_view import (
     entropy_chart,

@@ -10,7 +10,8 @@ import altair as alt
 
 from locater.core.gaussianity import normal_quantile
 from locater.files import write_file
-from locater.reality.records import COLUMNS, Reality
+from locater.reality.against_theory import Reality
+from locater.reality.theories import COLUMNS
 from locater.report.charts import SCALE, save_chart, specification
 from locater.report.page import Section, plain_markdown, render_page
 
