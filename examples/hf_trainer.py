@@ -6,7 +6,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from locater import LocAteRConfig
-from locater.control.hf_trainer import LocAteRMixin
+from locater.control.trainers import LocAteRMixin
 
 
 class RegularizedTrainer(LocAteRMixin, Trainer):

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from locater import LocAteR, LocAteRConfig
-from locater.control.lightning_callback import LocAteRLightning
+from locater.control.trainers import LocAteRLightning
 
 
 class Shift(lightning.LightningModule):
