@@ -199,7 +199,7 @@ def test_an_opening_token_stands_before_a_block() -> None:
 
 
 def command(samples: Path, *more: str) -> list[str]:
-    arguments = ["probe", str(samples / "model"), "--text", str(samples / "text.txt")]
+    arguments = ["explain", str(samples / "model"), "--text", str(samples / "text.txt")]
     return [*arguments, "--tokens", "8", "--blocks", "100", *more]
 
 

@@ -507,15 +507,20 @@ def _rank_of(
     tiny = torch.finfo(tokens.dtype).tiny
     tokens = tokens / tokens.abs().amax((1, 2), keepdim=True).clamp_min(tiny)
     unit = torch.nn.functional.normalize(tokens, dim=-1)
-    pairs = unit.sum(1).square().sum(1) - unit.square().sum((1, 2))
+    pairs = _squares(unit.sum(1, keepdim=True)) - _squares(unit)
     gram = tokens.mT @ tokens if tokens.shape[1] > tokens.shape[2] else tokens @ tokens.mT
-    norm = tokens.square().sum((1, 2)).clamp_min(tiny)
+    norm = _squares(tokens).clamp_min(tiny)
     apart = (tokens - tokens.sum(1, keepdim=True) / count[:, None, None]) * real
     return torch.stack(
         [
             pairs / (count * (count - 1)),
-            norm.square() / gram.square().sum((1, 2)).clamp_min(tiny),
-            (apart.square().sum((1, 2)) / norm).sqrt(),
+            norm.square() / _squares(gram).clamp_min(tiny),
+            (_squares(apart) / norm).sqrt(),
         ],
         dim=1,
     )
+
+
+def _squares(matrices: Float[Tensor, "batch rows columns"]) -> Float[Tensor, " batch"]:
+    """Sums of squares, exact to the last digits however many there are."""
+    return matrices.square().sum((1, 2), dtype=_exact(matrices))

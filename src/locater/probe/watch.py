@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TypeVar
@@ -131,6 +131,30 @@ class Recorder:
             _remove_hook(handle)
         self._handles = []
         self._stop()
+
+    def run(self, blocks: Tensor, *, batch: int = 16) -> Iterator[int]:
+        """Run the model on blocks of tokens in evaluation mode; yields how many are done."""
+        was_training, done = self.model.training, 0
+        self.model.eval()
+        try:
+            with self, torch.inference_mode():
+                for part in blocks.split(batch):
+                    self._run(part)
+                    done += len(part)
+                    yield done
+        finally:
+            self.model.train(was_training)
+
+    def _run(self, blocks: Tensor) -> None:
+        try:
+            self.model(blocks)
+        except (RuntimeError, IndexError, ValueError, TypeError) as error:
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            raise LocaterError(
+                f"the model fails on blocks of {blocks.shape[1]} tokens: {reason[0][:200]}",
+                hint="use fewer tokens than the model has positions, and a model that takes token "
+                "ids alone.",
+            ) from error
 
     def begin(self) -> None:
         """A forward pass begins; it is watched until `end` if it is one to watch."""

@@ -343,16 +343,9 @@ def collect(
     blocks the logits are.  Model outputs are not used: give the part without a head.
     """
     recorder = _BlockRecorder(model, attentions, len(blocks), keep)
-    was_training = model.training
-    model.eval()
-    try:
-        with recorder, torch.inference_mode():
-            for part in blocks.split(batch):
-                run_on_blocks(model, part)
-                recorder.done += len(part)
-                report(recorder.done, len(blocks))
-    finally:
-        model.train(was_training)
+    for done in recorder.run(blocks, batch=batch):
+        recorder.done = done
+        report(done, len(blocks))
     for place in recorder.places.values():
         if place.name not in recorder.logits:
             raise LocaterError(
@@ -364,19 +357,6 @@ def collect(
         for one in attentions
         if (name := one.layout.name) in recorder.logits
     ]
-
-
-def run_on_blocks(model: nn.Module, blocks: Tensor) -> None:
-    """One forward pass; what a model cannot take is an error that says so."""
-    try:
-        model(blocks)
-    except (RuntimeError, IndexError, ValueError, TypeError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise LocaterError(
-            f"the model fails on blocks of {blocks.shape[1]} tokens: {reason[0][:200]}",
-            hint="use fewer tokens than the model has positions, and a model that takes token ids "
-            "alone.",
-        ) from error
 
 
 @dataclass(frozen=True, kw_only=True)
