@@ -432,7 +432,7 @@ def against_theory(
     if not readable:
         raise LocaterError(
             "no self-attention of the model has a fixed W_QK.",
-            hint="for models with qk-norm measure alone, with Probe(model).",
+            hint="models with qk-norm are measured by `locater probe`, or Probe(model), alone.",
         )
     samples = collect(
         model,
