@@ -24,11 +24,13 @@ from locater.models.live import find_attention
 from locater.models.loading import load_model, read_text, text_blocks
 from locater.reality.against_theory import (
     AttentionSamples,
+    LayerReality,
+    Reality,
     RealityConfig,
+    averages,
     collect,
     layer_against_theory,
 )
-from locater.reality.records import LayerReality, Reality, averages
 from locater.report.reality_view import profile_records
 
 QUICK = ("means", "rotary", "full_gaussian", "full", "given_query")

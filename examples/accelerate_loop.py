@@ -14,12 +14,12 @@ small = GPT2Config(
 )
 model = GPT2LMHeadModel(small)
 texts = torch.randint(64, (256, 16), generator=torch.Generator().manual_seed(0))
-optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 model, optimizer, batches = accelerator.prepare(model, optimizer, DataLoader(texts, batch_size=4))
 config = LocAteRConfig(scale_strength=0.1, mean_strength=1.0, target=4.0, reduce="mean")
 regularizer = LocAteR(model, config)
 print(f"trace before: {regularizer.metrics()['locater/global_trace']:.3f}")
-for _ in range(6):
+for _ in range(3):
     for batch in batches:
         with accelerator.accumulate(model):
             penalty = regularizer.penalty()  # before the forward pass; backward() divides by 4

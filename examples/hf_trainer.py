@@ -6,7 +6,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from locater import LocAteRConfig
-from locater.control.hf_trainer import LocAteRMixin
+from locater.control.trainers import LocAteRMixin
 
 
 class RegularizedTrainer(LocAteRMixin, Trainer):
@@ -20,7 +20,7 @@ texts = torch.randint(64, (64, 16), generator=torch.Generator().manual_seed(0))
 config = LocAteRConfig(scale_strength=0.1, mean_strength=1.0, target=4.0, reduce="mean")
 with tempfile.TemporaryDirectory() as out:
     arguments = TrainingArguments(
-        out, max_steps=120, learning_rate=3e-3, logging_steps=40, report_to=[], use_cpu=True
+        out, max_steps=60, learning_rate=1e-2, logging_steps=20, report_to=[], use_cpu=True
     )
     trainer = RegularizedTrainer(
         model=GPT2LMHeadModel(small),

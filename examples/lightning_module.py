@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from locater import LocAteR, LocAteRConfig
-from locater.control.lightning_callback import LocAteRLightning
+from locater.control.trainers import LocAteRLightning
 
 
 class Shift(lightning.LightningModule):
@@ -22,7 +22,7 @@ class Shift(lightning.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Choose Adam."""
-        return torch.optim.Adam(self.parameters(), lr=3e-3)
+        return torch.optim.Adam(self.parameters(), lr=1e-2)
 
 
 tokens = torch.randn(256, 12, 32, generator=torch.Generator().manual_seed(0))
@@ -31,7 +31,7 @@ module = Shift()
 print(f"trace before: {LocAteR(module, config).metrics()['locater/global_trace']:.3f}")
 quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
 callbacks = [LocAteRLightning(config)]
-trainer = lightning.Trainer(accelerator="cpu", max_epochs=8, callbacks=callbacks, **quiet)
+trainer = lightning.Trainer(accelerator="cpu", max_epochs=3, callbacks=callbacks, **quiet)
 trainer.fit(module, DataLoader(tokens, batch_size=8))
 after = trainer.logged_metrics["locater/global_trace"]
 print(f"trace after: {after:.3f} (the penalty's own: {config.equilibrium(8):.3f})")

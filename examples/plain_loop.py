@@ -12,9 +12,9 @@ config = LocAteRConfig(
     scale_strength=0.1, mean_strength=1.0, target=3.0, target_unit="temperature", reduce="mean"
 )
 regularizer = LocAteR(model, config)
-optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 print(f"r before: {regularizer.metrics()['locater/layer_0/r']:.3f}")
-for _ in range(300):
+for _ in range(100):
     inputs = torch.randn(8, 12, 32, generator=generator)
     targets = inputs.roll(1, dims=1)
     loss = regularizer.penalty() + nn.functional.mse_loss(model(inputs), targets)

@@ -46,12 +46,12 @@ if TYPE_CHECKING:
     from locater.models.live import find_attention as find_attention
     from locater.probe.alarms import Alarm as Alarm
     from locater.probe.alarms import AlarmRules as AlarmRules
+    from locater.probe.probe import MeasuredHead as MeasuredHead
     from locater.probe.probe import Probe as Probe
-    from locater.probe.records import MeasuredHead as MeasuredHead
-    from locater.probe.records import TokenRank as TokenRank
+    from locater.probe.rows import TokenRank as TokenRank
+    from locater.reality.against_theory import Reality as Reality
     from locater.reality.against_theory import RealityConfig as RealityConfig
     from locater.reality.against_theory import against_theory as against_theory
-    from locater.reality.records import Reality as Reality
     from locater.simulation import SimulateConfig as SimulateConfig
     from locater.simulation import Simulation as Simulation
     from locater.simulation import simulate as simulate
@@ -59,9 +59,9 @@ if TYPE_CHECKING:
 # torch takes a second to import and `locater --help` does not need it: names are found when used
 _HOMES = {
     "locater.models.live": ("Pair", "find_attention"),
-    "locater.probe.probe": ("Probe",),
+    "locater.probe.probe": ("MeasuredHead", "Probe"),
     "locater.probe.alarms": ("Alarm", "AlarmRules"),
-    "locater.probe.records": ("MeasuredHead", "TokenRank"),
+    "locater.probe.rows": ("TokenRank",),
     "locater.control.locater": ("LocAteR",),
     "locater.audit": (
         "Audit",
@@ -93,8 +93,7 @@ _HOMES = {
         "score_moments",
     ),
     "locater.errors": ("ConfigError", "InputError", "LocaterError", "MissingExtraError"),
-    "locater.reality.against_theory": ("RealityConfig", "against_theory"),
-    "locater.reality.records": ("Reality",),
+    "locater.reality.against_theory": ("Reality", "RealityConfig", "against_theory"),
     "locater.simulation": ("SimulateConfig", "Simulation", "simulate"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from locater import Probe
-from locater.control.hf_trainer import ProbeCallback, ProbeMixin
-from locater.control.lightning_callback import ProbeLightning
+from locater.control.trainers import ProbeCallback, ProbeLightning, ProbeMixin
 from locater.probe.probe import new_metrics
 
 pytestmark = [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from locater import LocAteR, LocAteRConfig
-from locater.control.hf_trainer import LocAteRCallback, LocAteRMixin
-from locater.control.lightning_callback import LocAteRLightning
+from locater.control.trainers import LocAteRCallback, LocAteRLightning, LocAteRMixin
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*pin_memory.*"),
@@ -281,3 +282,36 @@ def test_lightning_training_approaches_the_equilibrium() -> None:
     fit(module, callback, Texts(8), max_steps=80)
     end = LocAteR(module, STRONG).metrics()["locater/global_trace"]
     assert approaches(start, end, config=STRONG, rank=8)
+
+
+@pytest.mark.parametrize(
+    ("missing", "here", "gone"),
+    [
+        ("lightning", "LocAteRCallback, LocAteRMixin, ProbeCallback, ProbeMixin", "ProbeLightning"),
+        ("transformers", "LocAteRLightning, LocAteRMixin, ProbeLightning", "ProbeCallback"),
+    ],
+)
+def test_callbacks_need_only_the_library_that_calls_them(
+    missing: str, here: str, gone: str
+) -> None:
+    other = {"lightning": "transformers", "transformers": "lightning"}[missing]
+    script = f"""
+import importlib, pickle, sys
+importlib.import_module({other!r})  # what it needs of its own it may have
+sys.modules[{missing!r}] = None
+from locater import MissingExtraError
+import locater.control.trainers as trainers
+from locater.control.trainers import {here}
+for made in ({here},):
+    assert made is getattr(trainers, made.__name__) and made.__doc__
+callback = {here.split(",")[0]}()
+assert type(pickle.loads(pickle.dumps(callback))) is type(callback)
+try:
+    trainers.{gone}
+except MissingExtraError as error:
+    assert {missing!r} in str(error) and "pip install" in str(error)
+else:
+    raise AssertionError
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

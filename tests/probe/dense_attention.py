@@ -23,6 +23,7 @@ class Dense:
 
     keys: int
     entropy: list[float] = field(default_factory=list)
+    queries: int = 0
     max_logit: float = -math.inf
     sink: list[float] = field(default_factory=list)
     distance: list[float] = field(default_factory=list)
@@ -37,12 +38,15 @@ class Dense:
     def see(self, row: Tensor, own_key: int) -> None:
         """One query's logits over all keys."""
         visible = (row > MASKED).nonzero()[:, 0]
-        if len(visible) < 2:
+        if len(visible) == 0:
             return
         logits = row[visible].double()
+        self.queries += 1
+        self.max_logit = max(self.max_logit, logits.max().item())
+        if len(visible) < 2:  # nothing to choose
+            return
         weights = logits.softmax(0)
         self.entropy.append(attention_entropy(weights).item())
-        self.max_logit = max(self.max_logit, logits.max().item())
         self.sink.append(weights[0].item())
         self.distance.append((weights * (visible - own_key).abs()).sum().item())
         for key, gate, weight, logit in zip(
@@ -84,9 +88,10 @@ def assert_measures(
     """Each head's record says what the matrix says; queries may have no place among the keys."""
     assert len(records) == len(truth)
     for record, one in zip(records, truth, strict=True):
-        assert record.rows == len(one.entropy)
+        assert (record.rows, record.queries) == (len(one.entropy), one.queries)
         pairs = {
             "entropy": (record.entropy, mean(one.entropy)),
+            "entropy_per_query": (record.entropy_per_query, sum(one.entropy) / one.queries),
             "max_logit": (record.max_logit, one.max_logit),
             "sink_mass": (record.sink_mass, mean(one.sink)),
         }

@@ -531,14 +531,20 @@ def test_compiled_models_are_refused_with_the_way_out() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"queries": 0}, {"queries": "first"}, {"queries": True}])
-def test_queries_that_make_no_sense(settings: dict[str, Any]) -> None:
+def test_queries_are_last_all_or_a_number(settings: dict[str, Any]) -> None:
     with pytest.raises((ConfigError, Exception), match="queries"):
         Probe(Stack(), **settings)
 
 
-@pytest.mark.parametrize("settings", [{"every": 0}, {"keep": -1}])
-def test_settings_that_make_no_sense(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="make no sense"):
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"every": 0}, "every must be 1 or more, got 0"),
+        ({"keep": -1}, "keep must be 0 bytes or more, got -1"),
+    ],
+)
+def test_settings_out_of_range_are_refused_by_name(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
         Probe(Stack(), **settings)
     with pytest.raises(ConfigError, match="residual must be zero or more"):
         AlarmRules(residual=-0.1)

@@ -24,12 +24,13 @@ from locater import (
 from locater.cli import main
 from locater.models.loading import load_model, read_text, text_blocks
 from locater.reality.against_theory import (
+    Reality,
     RealityConfig,
     against_theory,
     measure,
     measured_processes,
+    rank_correlation,
 )
-from locater.reality.records import Reality, rank_correlation
 
 QUICK = RealityConfig(draws=200, exact=False, batch=500)
 
@@ -198,7 +199,7 @@ def test_an_opening_token_stands_before_a_block() -> None:
 
 
 def command(samples: Path, *more: str) -> list[str]:
-    arguments = ["probe", str(samples / "model"), "--text", str(samples / "text.txt")]
+    arguments = ["explain", str(samples / "model"), "--text", str(samples / "text.txt")]
     return [*arguments, "--tokens", "8", "--blocks", "100", *more]
 
 
@@ -226,7 +227,7 @@ def test_the_command_prints_json_a_table_and_a_page(
     [
         (("--tokens", "2"), "cannot make"),
         (("--blocks", "10"), "blocks leave"),
-        (("--estimate", "1.5"), "estimate lies between"),
+        (("--estimate", "1.5"), "estimate must lie between 0 and 1, got 1.5"),
         (("--top", "-1"), "top must be zero or more"),
         (("--layers", "nothing"), "selects none"),
         (("--text", "missing.txt"), "cannot read missing.txt"),

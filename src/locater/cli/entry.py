@@ -30,8 +30,12 @@ _COMMANDS: dict[str, tuple[str, str]] = {
         "locater compare model tuned --top 8",
     ),
     "probe": (
-        "what attention does on a text, and whether the theory predicts it",
+        "what every head does on a text: entropy, ρ, logits, distance; any model",
         "locater probe model --text text.txt --tokens 16 --blocks 100",
+    ),
+    "explain": (
+        "whether the theory predicts what the heads do on a text, and why",
+        "locater explain model --text text.txt --tokens 16 --blocks 100",
     ),
     "train": (
         "train one model of the paper's, measured as it trains; run again to go on",

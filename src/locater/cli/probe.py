@@ -1,123 +1,139 @@
-"""`locater probe`: what a model's attention does on a text, and whether the theory predicts it."""
+"""`locater probe`: what a model's attention does on a text, head by head."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from locater.cli.terminal import check_figure, console, parse, plain, print_json, progress, say
-from locater.errors import ConfigError
+from locater.errors import ConfigError, LocaterError
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProbeCommand:
-    """Measure a model's attention on a text and predict it from weights and token moments."""
+class OnText:
+    """A model, a text to run it on, and where the answer goes."""
 
     model: str
     """May stand first, without --model: a folder, a GGUF file or a hub id (extra `hf`)."""
     text: Path
-    """A plain text; moments come from its first part, attention is measured on the rest."""
+    """A plain text."""
     tokens: int = 64
-    """T, the length of a block; its last token is the query."""
+    """T, the length of a block; its last token is the last query."""
     blocks: int = 600
     """Blocks in all, evenly spread over the text."""
-    estimate: float = 0.5
-    """Share of the blocks that the moments are estimated on."""
-    layers: str | None = None
-    """Only attentions whose name this regular expression finds."""
     special: bool = False
     """Put the model's opening token ([CLS], or its beginning of a text) before every block."""
-    exact: bool = False
-    """Also invert the exact law of the score: slower, and seldom another answer."""
     top: int = 20
-    """Rows of the table, the worst predicted heads first; 0 shows all."""
-    seed: int = 0
+    """Rows of the table; 0 shows all."""
     out: Path | None = None
     """Write a page (.html) or a figure (.svg, .png, .pdf, .json) here."""
     json: bool = False
-    """Print heads, layers and summary as JSON."""
+    """Print everything as JSON."""
+
+    def check(self) -> None:
+        """Refuse what could only fail after the work is done."""
+        check_figure(self.out)
+        if self.top < 0:
+            raise ConfigError(f"top must be zero or more, got {self.top}.", hint="0 shows all.")
+
+    def load(self) -> tuple[Any, Any]:
+        """The model, and the text in blocks of its tokens."""
+        from locater.models.loading import load_model, read_text, text_blocks
+
+        text = read_text(self.text)
+        model, tokenizer = load_model(self.model)
+        sizes = {"tokens": self.tokens, "blocks": self.blocks}
+        return model, text_blocks(tokenizer, text, special=self.special, **sizes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeCommand(OnText):
+    """Measure what every head of a model does on a text, with the model's own attention."""
+
+    queries: Literal["last", "all"] | int = "all"
+    """The queries of a block to look at, or a number of random ones; ρ is that of the last."""
+    layers: str | None = None
+    """Only attentions whose name this regular expression finds."""
+    batch: int = 16
+    seed: int = 0
+    """Of the random queries."""
+
+
+def model_first(arguments: Sequence[str]) -> list[str]:
+    """The model may stand first, without its flag."""
+    is_named = not arguments or arguments[0].startswith("-")
+    return [*arguments] if is_named else ["--model", *arguments]
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Measure and predict, then print a table, JSON or where the page is."""
-    if arguments and not arguments[0].startswith("-"):
-        arguments = ["--model", *arguments]
-    command = parse(ProbeCommand, "probe", arguments)
-    check_figure(command.out)
-    if command.top < 0:
-        raise ConfigError(f"top must be zero or more, got {command.top}.", hint="0 shows all.")
-    from locater.models.loading import load_model, read_text, text_blocks
-    from locater.reality.against_theory import RealityConfig, against_theory
+    """Measure, then print tables, JSON or where the page is."""
+    command = parse(ProbeCommand, "probe", model_first(arguments))
+    command.check()
+    import torch
 
-    text = read_text(command.text)
-    config = RealityConfig(
-        estimate=command.estimate, layers=command.layers, exact=command.exact, seed=command.seed
-    )
-    model, tokenizer = load_model(command.model)
-    blocks = text_blocks(
-        tokenizer,
-        text,
-        tokens=command.tokens,
-        blocks=command.blocks,
-        special=command.special,
-    )
-    with progress("blocks, then layers") as report:
-        reality = against_theory(
-            model, blocks, config, report=lambda stage, done, total: report(done, total)
-        )
-    for name, reason in reality.skipped.items():
-        say(plain(f"skipped {name}: {reason}."))
-    for warning in reality.warnings():
-        say(plain(f"note: {warning}"))
+    from locater.probe.probe import Probe
+
+    model, blocks = command.load()
+    generator = torch.Generator().manual_seed(command.seed)
+    probe = Probe(model, queries=command.queries, keep=0, strict=False, generator=generator)
+    with progress("blocks") as report:
+        for done in probe.run(blocks, batch=command.batch):
+            report(done, len(blocks))
+    data = _selected(probe, command.layers) | {"blocks": len(blocks), "tokens": command.tokens}
+    for name in data["unseen"]:
+        say(plain(f"note: {name} did nothing that could be seen."))
     if command.out is not None:
-        from locater.report.reality_view import save_reality
+        from locater.report.probe_view import save_probe
 
-        say(f"wrote {save_reality(reality, command.out, title=command.model)}")
+        say(f"wrote {save_probe(data, command.out, title=command.model)}")
     if command.json:
-        print_json(
-            {
-                "summary": reality.summary(),
-                "layers": reality.layer_rows(),
-                "heads": reality.rows(),
-                "skipped": reality.skipped,
-            }
-        )
+        print_json(data)
     elif command.out is None:
-        _print(reality, command.top)
+        _print(data, command.top)
+    say("`locater explain` holds the same heads against the theory, where there is one for them.")
 
 
-def _print(reality: Any, top: int) -> None:
+def _selected(probe: Any, layers: str | None) -> dict[str, Any]:
+    """What was measured of the attentions that were asked for, as plain data."""
+
+    def chosen(records: Sequence[Any]) -> list[Any]:
+        return [one for one in records if layers is None or re.search(layers, one.name)]
+
+    heads = chosen(probe.records)
+    if not heads:
+        names = ", ".join(dict.fromkeys(one.name for one in probe.records))
+        raise LocaterError(
+            f"--layers {layers!r} selects none of these attentions: {names}.",
+            hint="it is a regular expression, searched for in these names.",
+        )
+    return {
+        "heads": [one.as_dict() for one in heads],
+        "layers": [asdict(one) for one in chosen(probe.rank)],
+        "alarms": [asdict(one) for one in chosen(probe.alarms)],
+        "unseen": probe.unseen,
+    }
+
+
+def _print(data: dict[str, Any], top: int) -> None:
     from rich.table import Table
 
-    summary, best = reality.summary(), reality.layers[0].best
-    rows = sorted(reality.rows(), key=lambda row: -row["rho_error_full"])
-    table = Table(
-        "layer", "head", "entropy", "predicted", "first", "own", "ρ off: paper", best, "full", "why"
-    )
-    for column in table.columns[:-1]:
-        column.justify = "right"
-    for row in rows[: top or None]:
-        table.add_row(
-            str(row["layer"]),
-            str(row["head"]),
-            f"{row['entropy']:.3f}",
-            f"{row['entropy_full']:.3f}",
-            f"{row['sink_mass']:.3f}",
-            f"{row['own_mass']:.3f}",
-            f"{row['rho_error_printed']:.3f}",
-            f"{row[f'rho_error_{best}']:.3f}",
-            f"{row['rho_error_full']:.3f}",
-            ", ".join(row["why"]["main"]),
-        )
-    console().print(table)
-    print(
-        f"{summary['heads']} heads; moments of {reality.estimated_on} blocks of {reality.tokens} "
-        f"tokens, measured on {reality.measured_on} others.\n"
-        f"mean |ρ predicted − measured|: printed {summary['rho_error_printed']:.3f}, "
-        f"{best} {summary[f'rho_error_{best}']:.3f}, full moments {summary['rho_error_full']:.3f} "
-        f"(counting noise {summary['rho_noise']:.3f}).\n"
-        f"mean |entropy predicted − measured|: {best} {summary[f'entropy_error_{best}']:.3f}, "
-        f"full moments {summary['entropy_error_full']:.3f} nats."
-    )
+    from locater.report.probe_view import HEADS, LAYERS, head_rows, layer_rows
+
+    heads = head_rows(data["heads"])
+    for title, columns, rows in (
+        ("heads, the lowest share of ln T first", HEADS, heads[: top or None]),
+        ("tokens that enter each layer", LAYERS, layer_rows(data["layers"])),
+    ):
+        table = Table(*columns, title=title, title_justify="left")
+        for column in table.columns:
+            column.justify = "right"
+        for row in rows:
+            table.add_row(*map(plain, row))
+        console().print(table)
+    left = f" ({top} shown)" if 0 < top < len(heads) else ""
+    print(f"{len(heads)} heads{left} on {data['blocks']} blocks of {data['tokens']} tokens.")
+    alarms = [plain(f"alarm: {alarm['message']}") for alarm in data["alarms"]]
+    print("\n".join(alarms or ["no alarms."]))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from locater.errors import ConfigError
-from locater.probe.records import TokenRank
-from locater.probe.rows import Tally
+from locater.probe.rows import Tally, TokenRank
 from locater.probe.watch import Place
 
 Rule = Literal["entropy", "logits", "rank", "not finite"]
@@ -46,16 +45,16 @@ class AlarmRules:
     """Tokens nearer to their mean than this share of their norm."""
 
     def __post_init__(self) -> None:
-        for name in ("entropy_share", "logit_limit", "logit_ratio", "residual"):
-            if not getattr(self, name) >= 0:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not value >= 0:
                 raise ConfigError(
-                    f"{name} must be zero or more, got {getattr(self, name)}.",
+                    f"{field.name} must be zero or more, got {value}.",
                     hint="see docs/probe.md for what each rule compares.",
                 )
 
 
 Measured = tuple[Place, Tally | None, TokenRank | None]
-Finding = tuple[Rule, Place, int | None, float, float, bool, str]
 
 
 class AlarmBook:
@@ -65,48 +64,28 @@ class AlarmBook:
         self.rules = rules
         self.alarms: list[Alarm] = []
         self._first: dict[tuple[str, int], float] = {}
-        self._ringing: set[tuple[str, str, int | None]] = set()
+        self._ringing: set[tuple[Rule, str, int | None]] = set()
 
     def check(self, forward: int, measured: Sequence[Measured]) -> None:
         """Hold one measured pass against the rules."""
         self._ringing -= {("not finite", place.name, None) for place, sums, _ in measured if sums}
-        findings = [*self._entropy(measured), *self._logits(measured), *self._rank(measured)]
-        for rule, place, head, value, limit, is_broken, message in findings:
-            key = (rule, place.name, head)
-            if is_broken and key not in self._ringing:
-                self.alarms.append(
-                    Alarm(
-                        rule=rule,
-                        forward=forward,
-                        name=place.name,
-                        layer=place.layer,
-                        head=head,
-                        value=value,
-                        limit=limit,
-                        message=message,
-                    )
-                )
-            (self._ringing.add if is_broken else self._ringing.discard)(key)
+        for rule in (self._entropy, self._logits, self._rank):
+            for is_broken, alarm in rule(forward, measured):
+                self._ring(is_broken, alarm, (alarm.rule, alarm.name, alarm.head))
 
     def ring_not_finite(self, forward: int, place: Place, head: int, message: str) -> None:
         """Logits that are no numbers: an alarm by themselves, until a pass is measured again."""
-        key = ("not finite", place.name, None)
-        if key not in self._ringing:
-            self._ringing.add(key)
-            self.alarms.append(
-                Alarm(
-                    rule="not finite",
-                    forward=forward,
-                    name=place.name,
-                    layer=place.layer,
-                    head=head,
-                    value=math.nan,
-                    limit=math.inf,
-                    message=message,
-                )
-            )
+        alarm = _alarm("not finite", forward, place, head, math.nan, math.inf, message)
+        self._ring(True, alarm, ("not finite", place.name, None))
 
-    def _entropy(self, measured: Sequence[Measured]) -> Iterator[Finding]:
+    def _ring(self, is_broken: bool, alarm: Alarm, key: tuple[Rule, str, int | None]) -> None:
+        if not is_broken:
+            self._ringing.discard(key)
+        elif key not in self._ringing:
+            self._ringing.add(key)
+            self.alarms.append(alarm)
+
+    def _entropy(self, forward: int, measured: Sequence[Measured]) -> Iterator[tuple[bool, Alarm]]:
         for place, sums, _ in measured:
             if sums is None:
                 continue
@@ -114,21 +93,17 @@ class AlarmBook:
             for head, (entropy, most) in enumerate(zip(entropies, largest, strict=True)):
                 first = self._first.setdefault((place.name, head), entropy)
                 limit = min(self.rules.entropy_share * most, first / 2)
+                message = (
+                    f"{place.name}, head {head}: entropy {entropy:.3g} is below {limit:.3g}, the "
+                    f"smaller of {self.rules.entropy_share:g} ln T and half of the first "
+                    f"({first:.3g})."
+                )
                 yield (
-                    "entropy",
-                    place,
-                    head,
-                    entropy,
-                    limit,
                     entropy < limit,
-                    (
-                        f"{place.name}, head {head}: entropy {entropy:.3g} is below {limit:.3g}, "
-                        f"the smaller of {self.rules.entropy_share:g} ln T and half of the first "
-                        f"({first:.3g})."
-                    ),
+                    _alarm("entropy", forward, place, head, entropy, limit, message),
                 )
 
-    def _logits(self, measured: Sequence[Measured]) -> Iterator[Finding]:
+    def _logits(self, forward: int, measured: Sequence[Measured]) -> Iterator[tuple[bool, Alarm]]:
         heads = [
             (place, head, top)
             for place, sums, _ in measured
@@ -142,34 +117,42 @@ class AlarmBook:
         apart = max(ratio * middle, self.rules.logit_limit / 5)
         limit = min(self.rules.logit_limit, apart)
         for place, head, top in heads:
-            yield (
-                "logits",
-                place,
-                head,
-                top,
-                limit,
-                top > limit,
-                (
-                    f"{place.name}, head {head}: a logit of {top:.3g} is above {limit:.3g}, "
-                    f"the smaller of {self.rules.logit_limit:g} and {self.rules.logit_ratio:g} "
-                    f"times the median head's {middle:.3g} "
-                    f"(at least {self.rules.logit_limit / 5:g})."
-                ),
+            message = (
+                f"{place.name}, head {head}: a logit of {top:.3g} is above {limit:.3g}, "
+                f"the smaller of {self.rules.logit_limit:g} and {self.rules.logit_ratio:g} "
+                f"times the median head's {middle:.3g} (at least {self.rules.logit_limit / 5:g})."
             )
+            yield top > limit, _alarm("logits", forward, place, head, top, limit, message)
 
-    def _rank(self, measured: Sequence[Measured]) -> Iterator[Finding]:
+    def _rank(self, forward: int, measured: Sequence[Measured]) -> Iterator[tuple[bool, Alarm]]:
+        limit = self.rules.residual
         for place, _, rank in measured:
             if rank is not None:
-                yield (
-                    "rank",
-                    place,
-                    None,
-                    rank.residual,
-                    self.rules.residual,
-                    rank.residual < self.rules.residual,
-                    (
-                        f"{place.name}: its tokens lie within {rank.residual:.3g} of their mean, "
-                        f"relative to their norm; the limit is {self.rules.residual:g} (effective "
-                        f"rank {rank.effective_rank:.3g}, similarity {rank.similarity:.3g})."
-                    ),
+                message = (
+                    f"{place.name}: its tokens lie within {rank.residual:.3g} of their mean, "
+                    f"relative to their norm; the limit is {limit:g} (effective rank "
+                    f"{rank.effective_rank:.3g}, similarity {rank.similarity:.3g})."
                 )
+                alarm = _alarm("rank", forward, place, None, rank.residual, limit, message)
+                yield rank.residual < limit, alarm
+
+
+def _alarm(
+    rule: Rule,
+    forward: int,
+    place: Place,
+    head: int | None,
+    value: float,
+    limit: float,
+    message: str,
+) -> Alarm:
+    return Alarm(
+        rule=rule,
+        forward=forward,
+        name=place.name,
+        layer=place.layer,
+        head=head,
+        value=value,
+        limit=limit,
+        message=message,
+    )

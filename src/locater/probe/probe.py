@@ -3,42 +3,108 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Mapping, Sequence
-from types import TracebackType
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
 
 from locater.core.process import Fit, TokenProcess
+from locater.core.theory import Profile
 from locater.errors import ConfigError, InputError, LocaterError
 from locater.models.layout import Skipped
 from locater.models.live import LiveAttention, discover
-from locater.models.names import plain_name
 from locater.models.recipes import RECIPES
 from locater.models.resolve import Recipe
 from locater.probe.alarms import Alarm, AlarmBook, AlarmRules
-from locater.probe.records import (
-    MeasuredHead,
-    Seen,
+from locater.probe.rows import (
+    Logits,
+    Ratio,
+    RealQueries,
+    ScoredKeys,
+    Tally,
     TokenRank,
-    gathered,
-    head_records,
-    layer_metrics,
+    tally,
     token_rank,
 )
-from locater.probe.rows import Asking, Logits, ScoredKeys, tally
-from locater.probe.watch import Place, Watch, remove_hook
+from locater.probe.watch import Place, Recorder, labels
 
 When = Literal["always", "training", "evaluation"]
 
 
-class Probe:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class MeasuredHead:
+    """What one head did, over all the rows that were measured; logits are in nats.
+
+    A row is one query of one sequence.  Standard errors take the rows of a sequence to depend on
+    each other and sequences not to; one sequence alone has none (NaN).
+    """
+
+    name: str
+    """Of the attention module."""
+    layer: int | None
+    head: int
+    kind: str
+    entropy: float
+    """−Σ p ln p of a row, averaged over rows, in nats."""
+    entropy_error: float
+    max_entropy: float
+    """ln T averaged over rows, T the keys that the query sees: the entropy of uniform attention."""
+    rho: Profile
+    """How often a key's gradient passes the softmax (Definition 1), of the rows that see the key,
+    by key position."""
+    rho_by_theta: Profile
+    """The same by θ = i/T, where the key is the i-th of the T that the query sees: comparable
+    between rows of different length; in bins that end at θ."""
+    last_rho: Profile
+    """`rho` of every sequence's last query alone, which is the theory's, whatever `queries` are."""
+    max_logit: float
+    logit_mean: Float[Tensor, " keys"]
+    """Of the rows that see the key, like the variance."""
+    logit_variance: Float[Tensor, " keys"]
+    attention: Float[Tensor, " keys"]
+    """Mean attention by key position, of the rows that see the key."""
+    sink_mass: float
+    """Attention on the first key that the query sees."""
+    distance: float
+    """Σ p_j |t − j| with t the query's own position; NaN in cross-attention."""
+    rows: int
+    """Queries that see two keys or more, and can choose: those that the averages are over."""
+    queries: int
+    """The same with those that see one key alone."""
+
+    @property
+    def entropy_per_query(self) -> float:
+        """The entropy averaged over all queries: that of those that see one key is 0."""
+        return self.entropy * self.rows / self.queries
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers and lists: what JSON needs."""
+        plain = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in vars(self).items()
+            if isinstance(value, (int, float, str))
+        }
+        return plain | {
+            "rho": _plain(self.rho.rho),
+            "rho_error": _plain(self.rho.standard_error),
+            "rho_by_theta": _plain(self.rho_by_theta.rho),
+            "last_rho": _plain(self.last_rho.rho),
+            "attention": _plain(self.attention),
+            "logit_mean": _plain(self.logit_mean),
+            "logit_variance": _plain(self.logit_variance),
+        }
+
+
+def _plain(tensor: Tensor | None) -> list[float | None]:
+    values = [] if tensor is None else tensor.tolist()
+    return [value if math.isfinite(value) else None for value in values]
+
+
+class Probe(Recorder):
     """Measures attention while a model runs: entropy, ρ, logits, token rank, tokens' K and Σ.
 
     The model's outputs, gradients and random numbers are what they are without it.
@@ -71,67 +137,24 @@ class Probe:
         infinite are an error that ends the pass; with `strict=False` an alarm, and not counted.
         """
         _check(queries, every, when, keep)
-        self.model, self.queries, self.every, self.when = model, queries, every, when
-        self.generator = generator or torch.Generator().manual_seed(0)
         found, self.skipped = _discovered(model, recipes)
-        self._places = {one.module: Place.of(one.layout) for one in found if one.module is not None}
-        self._names = {module: plain_name(path) for path, module in model.named_modules()}
-        self._keep, self._keep_each = keep, keep // max(len(self._places), 1)
+        super().__init__(model, found)
+        self.queries, self.every, self.when = queries, every, when
+        self.generator = generator or torch.Generator().manual_seed(0)
+        self._keep, self._keep_each = keep, keep // max(len(self.places), 1)
         self._strict = strict
-        self._empty: dict[str, LocaterError] = {}
+        self._nothing_to_measure: dict[str, LocaterError] = {}
         self._book = AlarmBook(rules or AlarmRules())
-        self._seen: dict[str, Seen] = {}
-        self._pass: dict[str, Seen] = {}
-        self._watch: Watch | None = None
-        self._handles: list[Any] = []
+        self._results: dict[str, _Results] = {}
+        self._pass: dict[str, _Results] = {}
         self.forwards = 0
         """Forward passes of the model so far, measured or not."""
         self.measured = 0
         """Forward passes measured since the last `reset`."""
 
-    def __enter__(self) -> Probe:
-        self.attach()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.detach()
-
-    def attach(self) -> None:
-        """Start watching; what `with` does."""
-        if self._handles:
-            return
-        _refuse_compiled(self.model)
-        if isinstance(self.model, nn.TransformerEncoderLayer):
-            # a hook of its own would make PyTorch leave this layer's fast path
-            self._handles = [
-                register_module_forward_pre_hook(self._root_only(self._before)),
-                register_module_forward_hook(
-                    self._root_only(self._after), with_kwargs=True, always_call=True
-                ),
-            ]
-        else:
-            self._handles = [
-                self.model.register_forward_pre_hook(self._before, prepend=True),
-                self.model.register_forward_hook(self._after, with_kwargs=True, always_call=True),
-            ]
-
-    def detach(self) -> None:
-        """Stop watching; the results stay."""
-        for handle in self._handles:
-            remove_hook(handle)
-        self._handles = []
-        if self._watch is not None:
-            self._watch.stop()
-            self._watch = None
-
     def reset(self) -> None:
         """Forget what was measured; the alarms, and what they compare with, stay."""
-        self._seen, self._empty, self.measured = {}, {}, 0
+        self._results, self._nothing_to_measure, self.measured = {}, {}, 0
 
     def gather(self) -> None:
         """Make every rank's results those of all ranks together; each rank has to call this.
@@ -139,22 +162,17 @@ class Probe:
         Kept inputs and alarms stay each rank's own.
         """
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            self._seen = gathered(self._seen)
+            self._results = _gathered(self._results)
 
     @property
     def records(self) -> list[MeasuredHead]:
         """One record per head of every attention that ran, in the order of first use."""
-        return [
-            record
-            for seen in self._results()
-            if seen.sums is not None
-            for record in head_records(seen.place, seen.sums)
-        ]
+        return [record for results in self._found() for record in results.heads()]
 
     @property
     def rank(self) -> list[TokenRank]:
         """How alike the tokens are that enter each attention: is their rank collapsing?"""
-        ranks = [seen.rank() for seen in self._results()]
+        ranks = [results.rank() for results in self._found()]
         return [rank for rank in ranks if rank is not None]
 
     @property
@@ -165,24 +183,24 @@ class Probe:
     @property
     def unseen(self) -> list[str]:
         """Attentions that were found in the model and did nothing that could be seen."""
-        return [one.name for one in self._places.values() if one.name not in self._seen]
+        return [place.name for place in self.places.values() if place.name not in self._results]
 
     def inputs(self, attention: int | str) -> Float[Tensor, "samples tokens model"]:
         """The attention's inputs that were kept: whole sequences without padding, of one length.
 
         Of several lengths, those of the one with the most tokens are given.
         """
-        seen = self._one(attention)
+        results = self._one(attention)
         by_length: dict[int, list[Tensor]] = {}
-        for batch in seen.inputs:
+        for batch in results.inputs:
             by_length.setdefault(batch.shape[1], []).append(batch)
         if not by_length:
             raise InputError(
-                f"no input of {seen.place.name} was kept.",
+                f"no input of {results.place.name} was kept.",
                 hint="raise keep= above 0, and give sequences without padding, at least 2 tokens.",
             )
-        longest = max(by_length.values(), key=lambda batches: sum(one.numel() for one in batches))
-        return torch.cat(longest)
+        most = max(by_length.values(), key=lambda batches: sum(one.numel() for one in batches))
+        return torch.cat(most)
 
     def process(
         self, attention: int | str, *, centered: bool = True, fit: Fit = "least_squares"
@@ -192,84 +210,55 @@ class Probe:
         Its `explained` says how much of their covariance K ⊗ Σ accounts for; `fit` chooses between
         the nearest product and matched traces, which predict deep layers better.
         """
-        seen = self._one(attention)
-        if seen.place.kind == "cross":
+        place = self._one(attention).place
+        if place.kind == "cross":
             raise InputError(
-                f"{seen.place.name} is cross-attention: queries and keys see other tokens.",
+                f"{place.name} is cross-attention: queries and keys see other tokens.",
                 hint="take the process of a self-attention.",
             )
         return TokenProcess.from_samples(self.inputs(attention), centered=centered, fit=fit)
 
     def metrics(self) -> dict[str, float]:
         """Averages over the heads of each layer, under `locater/layer_{i}/…`, for any logger."""
-        results = layer_metrics(self._results())
-        results["locater/alarms"] = float(len(self.alarms))
-        return results
+        found = self._found()
+        metrics = {
+            f"locater/{label}/{name}": value
+            for label, results in zip(labels([one.place for one in found]), found, strict=True)
+            for name, value in results.metrics().items()
+            if math.isfinite(value)
+        }
+        return metrics | {"locater/alarms": float(len(self.alarms))}
 
-    def begin(self) -> None:
-        """Count a forward pass and, where it is one to measure, listen until `end`.
-
-        For loops that call parts of the model, so that hooks on the whole of it see nothing.
-        """
-        if self._watch is not None:  # the model calls itself
-            return
+    def pass_begins(self) -> bool:
+        """Count a forward pass; whether it is one to measure."""
         if self.when != "always" and self.model.training != (self.when == "training"):
-            return
+            return False
         self.forwards += 1
-        if (self.forwards - 1) % self.every == 0:
-            _refuse_compiled(self.model)
-            self._pass = {}
-            self._watch = Watch(self._places, self._names, self._heard, self._left)
-            self._watch.start(self.model)
+        self._pass = {}
+        return (self.forwards - 1) % self.every == 0
 
-    def end(self) -> None:
-        """Take in what was measured since `begin`."""
-        if self._watch is None:
-            return
-        self._watch.stop()
-        self._watch = None
+    def pass_ends(self) -> None:
+        """Take in what was measured, and hold it against the alarms' rules."""
         self.measured += 1
-        for name, seen in self._pass.items():
-            if name in self._seen:
-                self._seen[name].add(seen)
+        for name, results in self._pass.items():
+            if name in self._results:
+                self._results[name].add(results)
             else:
-                self._seen[name] = seen
-        self._book.check(self.forwards, [(s.place, s.sums, s.rank()) for s in self._pass.values()])
+                self._results[name] = results
+        passed = self._pass.values()
+        self._book.check(self.forwards, [(one.place, one.sums, one.rank()) for one in passed])
 
-    def _before(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
-            raise _compiled(type(self.model).__name__)
-        self.begin()
-
-    def _after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        if self._watch is None:
-            return
-        if output is None:  # an error is on its way out: nothing of this pass counts
-            self._watch.stop()
-            self._watch = None
-            return
-        self._watch.leave(module, args, kwargs, output)
-        if not self._watch.frames:  # else the model called itself, and goes on
-            self.end()
-
-    def _root_only(self, hook: Any) -> Any:
-        def only(module: nn.Module, *rest: Any) -> None:
-            if module is self.model:
-                hook(module, *rest)
-
-        return only
-
-    def _heard(self, place: Place, logits: Logits) -> Asking:
-        """Measure one attention call; what it knows of padding is for the tokens' turn."""
+    def attention_called(self, place: Place, logits: Logits) -> RealQueries:
+        """Measure one call; what it knows of padding is for `attention_ends`."""
         scored = logits if isinstance(logits, ScoredKeys) else None
-        own = scored.is_self if scored else None
-        if own is None:  # the call does not say: a recipe does, a flag, or as many queries as keys
+        is_self = scored.is_self if scored else None
+        if is_self is None:  # the call does not say: a recipe does, a flag, or as many as keys
             is_square = logits.shape[2] == logits.shape[3] or (scored and scored.is_causal)
-            own = place.kind == "self" and bool(place.layout is not None or is_square)
+            is_self = place.kind == "self" and bool(place.layout is not None or is_square)
         with _no_autocast(logits.device):
-            asking = Asking.of(logits, is_self=own)
+            real = RealQueries.of(logits, is_self=is_self)
             try:
-                sums = tally(logits, self._asked(logits, asking), asking=asking)
+                sums = tally(logits, self._chosen(logits, real), real=real)
                 if sums is None:
                     raise InputError(
                         "every measured row is masked, but for one key at most.",
@@ -277,10 +266,10 @@ class Probe:
                         "scaled_dot_product_attention, hidden in nn.MultiheadAttention.",
                     )
             except InputError as error:  # said when results are asked for, if this was all
-                self._empty[place.name] = InputError(
+                self._nothing_to_measure[place.name] = InputError(
                     f"{place.name}: {error.message}", hint=error.hint
                 )
-                return asking
+                return real
         bad = (~torch.isfinite(sums.entropy.values + sums.max_logit)).nonzero()[:, 0].tolist()
         if bad:
             fault = InputError(
@@ -291,52 +280,54 @@ class Probe:
             if self._strict:
                 raise fault
             self._book.ring_not_finite(self.forwards, place, bad[0], fault.message)
-            return asking
-        self._pass.setdefault(place.name, Seen(place)).add(Seen(place, sums))
-        return asking
+            return real
+        self._pass.setdefault(place.name, _Results(place)).add(_Results(place, sums))
+        return real
 
-    def _asked(self, logits: Logits, asking: Asking) -> Literal["last", "all"] | Tensor:
+    def _chosen(self, logits: Logits, real: RealQueries) -> Literal["last", "all"] | Tensor:
         """The queries to look at: random ones are drawn among those that may have a choice."""
         if not isinstance(self.queries, int):
             return self.queries
         may = torch.ones(logits.shape[2], dtype=torch.bool)
-        if asking.asks is not None:
-            may = asking.asks.any(0).cpu()
+        if real.is_real is not None:
+            may = real.is_real.any(0).cpu()
         if isinstance(logits, ScoredKeys) and logits.is_causal:
             may[0] = False  # it sees itself alone
         places = may.nonzero()[:, 0] if bool(may.any()) else torch.arange(len(may))
         order = torch.randperm(len(places), generator=self.generator)
         return places[order[: self.queries]].sort().values
 
-    def _left(self, place: Place, tokens: Tensor, heard: list[Asking]) -> None:
+    def attention_ends(self, place: Place, tokens: Tensor, answers: list[RealQueries]) -> None:
         """Measure the tokens that an attention was given, and keep some of them."""
-        asks = heard[0].asks
-        if asks is not None and asks.shape != tokens.shape[:2]:
-            asks = None
+        is_real = answers[0].is_real
+        if is_real is not None and is_real.shape != tokens.shape[:2]:
+            is_real = None
         with torch.no_grad(), _no_autocast(tokens.device):
-            mine = self._pass.setdefault(place.name, Seen(place))
-            mine.ranks.append(token_rank(tokens, asks).cpu())
-            every = [*self._seen.values(), *self._pass.values()]
-            held = [
-                (one.place.name == place.name, part.numel() * part.element_size())
-                for one in every
-                for part in one.inputs
-            ]
-            room = min(
-                self._keep - sum(size for _, size in held),
-                self._keep_each - sum(size for is_mine, size in held if is_mine),
-            )
-            whole = tokens if asks is None else tokens[asks.all(1)]
+            mine = self._pass.setdefault(place.name, _Results(place))
+            mine.ranks.append(token_rank(tokens, is_real).cpu())
+            whole = tokens if is_real is None else tokens[is_real.all(1)]
             whole = whole if whole.dtype == torch.float64 else whole.float()
             size = whole.shape[1] * whole.shape[2] * whole.element_size()
-            if whole.shape[1] >= 2 and min(len(whole), room // size) > 0:
-                mine.inputs.append(whole[: room // size].to("cpu", copy=True))
+            room = self._room(place) // max(size, 1)
+            if whole.shape[1] >= 2 and min(len(whole), room) > 0:
+                mine.inputs.append(whole[:room].to("cpu", copy=True))
 
-    def _results(self) -> list[Seen]:
-        found = [seen for seen in self._seen.values() if seen.sums is not None or not self._empty]
+    def _room(self, place: Place) -> int:
+        """Bytes that may still be kept of an attention's inputs."""
+        held = [
+            (one.place.name == place.name, part.numel() * part.element_size())
+            for one in (*self._results.values(), *self._pass.values())
+            for part in one.inputs
+        ]
+        mine = sum(size for is_mine, size in held if is_mine)
+        return min(self._keep - sum(size for _, size in held), self._keep_each - mine)
+
+    def _found(self) -> list[_Results]:
+        empty = self._nothing_to_measure
+        found = [one for one in self._results.values() if one.sums is not None or not empty]
         if found:
             return found
-        for error in self._empty.values():
+        for error in empty.values():
             raise error
         if not self.measured:
             raise LocaterError(
@@ -349,17 +340,17 @@ class Probe:
             "attention that a recipe reads; of transformers load attn_implementation='sdpa'.",
         )
 
-    def _one(self, attention: int | str) -> Seen:
-        every = self._results()
+    def _one(self, attention: int | str) -> _Results:
+        every = self._found()
         if isinstance(attention, str):
-            found = [seen for seen in every if seen.place.name == attention]
+            found = [one for one in every if one.place.name == attention]
         else:
-            found = [seen for seen in every if seen.place.layer == attention]
-            found = [seen for seen in found if seen.place.kind == "self"] or found
+            found = [one for one in every if one.place.layer == attention]
+            found = [one for one in found if one.place.kind == "self"] or found
         if len(found) != 1:
             raise InputError(
                 f"{len(found)} attentions are called {attention!r}.",
-                hint=f"give one of these names: {', '.join(seen.place.name for seen in every)}.",
+                hint=f"give one of these names: {', '.join(one.place.name for one in every)}.",
             )
         return found[0]
 
@@ -377,6 +368,144 @@ def new_metrics(probe: Probe) -> dict[str, float]:
     return metrics
 
 
+@dataclass(eq=False)
+class _Results:
+    """What was measured of one attention."""
+
+    place: Place
+    sums: Tally | None = None
+    ranks: list[Float[Tensor, "sequences 3"]] = field(default_factory=list)
+    inputs: list[Float[Tensor, "batch tokens model"]] = field(default_factory=list)
+
+    def add(self, other: _Results) -> None:
+        """Take in another pass."""
+        if self.sums is None:
+            self.sums = other.sums
+        elif other.sums is not None:
+            self.sums.add(other.sums)
+        self.ranks += other.ranks
+        self.inputs += other.inputs
+
+    def heads(self) -> list[MeasuredHead]:
+        """One record per head."""
+        place, sums = self.place, self.sums
+        if sums is None:
+            return []
+        logit_mean, attention = sums.logits.mean.cpu(), sums.attention.mean.cpu()
+        squares, rows = sums.logits_squared.cpu(), sums.logits.weights.cpu()
+        variance = (squares / rows - logit_mean**2).clamp_min(0) * rows / (rows - 1)
+        variance = torch.where(rows > 1, variance, torch.nan)
+        numbers = {
+            "entropy": sums.entropy.mean,
+            "entropy_error": sums.entropy.standard_error,
+            "max_entropy": sums.log_keys.mean,
+            "max_logit": sums.max_logit,
+            "sink_mass": sums.sink.mean,
+            "distance": sums.distance.mean * (1 if place.kind == "self" else math.nan),
+        }
+        plain = {name: value.tolist() for name, value in numbers.items()}
+        rho = _profiles(sums.gates, place.name)
+        by_theta = _profiles(sums.gates_by_theta, f"{place.name}, by θ")
+        last_rho = _profiles(sums.last_gates, f"{place.name}, last query")
+        return [
+            MeasuredHead(
+                name=place.name,
+                layer=place.layer,
+                head=head,
+                kind=place.kind,
+                rho=rho[head],
+                rho_by_theta=by_theta[head],
+                last_rho=last_rho[head],
+                logit_mean=logit_mean[head],
+                logit_variance=variance[head],
+                attention=attention[head],
+                rows=round(sums.entropy.weights[head].item()),
+                queries=round(sums.queries[head].item()),
+                **{name: values[head] for name, values in plain.items()},
+            )
+            for head in range(len(sums.max_logit))
+        ]
+
+    def rank(self) -> TokenRank | None:
+        """Averages over all sequences."""
+        if not self.ranks:
+            return None
+        every = torch.cat(self.ranks).double()
+        similarity, effective, residual = every.mean(0).tolist()
+        return TokenRank(
+            name=self.place.name,
+            layer=self.place.layer,
+            similarity=similarity,
+            effective_rank=effective,
+            residual=residual,
+            sequences=len(every),
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Averages over the heads, and of the tokens."""
+        metrics: dict[str, float] = {}
+        heads, rank = self.heads(), self.rank()
+        if heads:
+            metrics = {
+                "entropy": _mean([head.entropy for head in heads]),
+                "min_entropy": min(head.entropy for head in heads),
+                "rho": _mean([head.rho.rho.nanmean().item() for head in heads]),
+                "max_logit": max(head.max_logit for head in heads),
+                "sink_mass": _mean([head.sink_mass for head in heads]),
+                "distance": _mean([head.distance for head in heads]),
+            }
+        if rank is not None:
+            for name in ("similarity", "effective_rank", "residual"):
+                metrics[name] = getattr(rank, name)
+        return metrics
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _profiles(gates: Ratio, label: str) -> list[Profile]:
+    """ρ of each head, by position or in bins of θ."""
+    rho, error = gates.mean.cpu(), gates.count_error.cpu()
+    count = rho.shape[-1]
+    theta = torch.arange(1, count + 1, dtype=torch.float64) / count
+    return [
+        Profile(
+            theta=theta,
+            rho=rho[head],
+            standard_error=error[head],
+            source="measured",
+            label=f"{label}, head {head}",
+        )
+        for head in range(len(rho))
+    ]
+
+
+def _gathered(results: Mapping[str, _Results]) -> dict[str, _Results]:
+    """The sums of all ranks, on every rank; inputs that were kept stay where they are."""
+    cpu = torch.device("cpu")
+    mine = [(name, one.place, _on(one.sums, cpu), one.ranks) for name, one in results.items()]
+    every: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(every, mine)
+    whole: dict[str, _Results] = {}
+    for rank in every:
+        for name, place, sums, ranks in rank:
+            whole.setdefault(name, _Results(place)).add(_Results(place, sums, list(ranks)))
+    for name, one in results.items():
+        whole[name].inputs = one.inputs
+        if one.sums is not None:
+            whole[name].sums = _on(whole[name].sums, one.sums.max_logit.device)
+    return whole
+
+
+def _on(thing: Any, device: torch.device) -> Any:
+    """A tensor, or sums of them, on another device."""
+    if isinstance(thing, (Tally, Ratio)):
+        parts = {part.name: _on(getattr(thing, part.name), device) for part in fields(thing)}
+        return type(thing)(**parts)
+    return thing.to(device) if isinstance(thing, Tensor) else thing
+
+
 def _check(queries: object, every: int, when: str, keep: int) -> None:
     is_count = isinstance(queries, int) and not isinstance(queries, bool) and queries > 0
     if queries not in ("last", "all") and not is_count:
@@ -384,10 +513,15 @@ def _check(queries: object, every: int, when: str, keep: int) -> None:
             f"queries must be 'last', 'all' or a positive number, got {queries!r}.",
             hint="'last' is the paper's choice.",
         )
-    if every < 1 or keep < 0 or when not in ("always", "training", "evaluation"):
+    if every < 1:
+        raise ConfigError(f"every must be 1 or more, got {every}.", hint="1 measures each pass.")
+    if keep < 0:
         raise ConfigError(
-            f"every={every}, when={when!r}, keep={keep} make no sense.",
-            hint="every >= 1, keep >= 0, when is 'always', 'training' or 'evaluation'.",
+            f"keep must be 0 bytes or more, got {keep}.", hint="0 keeps no inputs of attention."
+        )
+    if when not in ("always", "training", "evaluation"):
+        raise ConfigError(
+            f"unknown when {when!r}.", hint="choose one of: always, training, evaluation."
         )
 
 
@@ -399,20 +533,6 @@ def _discovered(
         return discover(model, recipes=recipes)
     except LocaterError as error:
         return [], [Skipped(name="", reason=error.message)]
-
-
-def _refuse_compiled(model: nn.Module) -> None:
-    for module in model.modules():
-        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
-            raise _compiled(type(module).__name__)
-
-
-def _compiled(name: str) -> LocaterError:
-    return LocaterError(
-        f"{name} is compiled: what torch.compile has fused cannot be seen.",
-        hint="probe the module that you compiled (compiled._orig_mod) in a pass of its own, "
-        "without compilation.",
-    )
 
 
 def _no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:

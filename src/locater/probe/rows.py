@@ -1,13 +1,13 @@
-"""What attention rows do (entropy, ρ, logits, distance), a few rows at a time: never T × T.
+"""What rows of attention do (entropy, ρ, logits, distance), a few at a time: never T × T.
 
-The logits come as a model's own call defines them.
+A row is one query of one sequence; its logits are those of the model's own call.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import torch
@@ -71,9 +71,9 @@ class ScoredKeys:
             part = _four_axes(mask)[..., :reach]
             part = part if part.shape[0] == 1 else part[sequences]
             part = part if part.shape[2] == 1 else part.index_select(2, queries)
-            seen = part if part.dtype == torch.bool else part > MASKED
+            shown = part if part.dtype == torch.bool else part > MASKED
             logits = logits if part.dtype == torch.bool else logits + part.to(dtype)
-            visible = seen if visible is None else seen & visible
+            visible = shown if visible is None else shown & visible
         if visible is not None:
             logits = logits.masked_fill_(~visible, -torch.inf)
         return logits, visible
@@ -83,15 +83,15 @@ class ScoredKeys:
         real: Tensor | None = None
         for mask in self.masks:
             four = _four_axes(mask)
-            seen = four.any(2) if four.dtype == torch.bool else four.amax(2) > MASKED
-            part = seen.any(1).expand(self.query.shape[0], self.key.shape[2])
+            shown = four.any(2) if four.dtype == torch.bool else four.amax(2) > MASKED
+            part = shown.any(1).expand(self.query.shape[0], self.key.shape[2])
             real = part if real is None else real & part
         return None if real is None or bool(real.all()) else real
 
 
 @dataclass(frozen=True, eq=False)
-class SeenLogits:
-    """Logits that a model has written out itself, as they enter its softmax."""
+class SoftmaxInput:
+    """Logits that a model writes out itself, as they enter its softmax."""
 
     logits: Float[Tensor, "batch heads queries keys"]
 
@@ -123,21 +123,21 @@ class SeenLogits:
         return None if bool(real.all()) else real
 
 
-Logits = ScoredKeys | SeenLogits
+Logits = ScoredKeys | SoftmaxInput
 """An attention whose logits can be had for some sequences and queries."""
 
 
 @dataclass(frozen=True, eq=False)
-class Asking:
-    """Which queries ask at all, and which key is theirs."""
+class RealQueries:
+    """Which queries are tokens and not padding, and which key is whose."""
 
     first_key: int | None = None
     """The key that belongs to the first query, for distances; None where none does."""
-    asks: Bool[Tensor, "batch queries"] | None = None
-    """False for padding; None where every query asks."""
+    is_real: Bool[Tensor, "batch queries"] | None = None
+    """False for padding; None where no query is."""
 
     @classmethod
-    def of(cls, attention: Logits, *, is_self: bool = True) -> Asking:
+    def of(cls, attention: Logits, *, is_self: bool = True) -> RealQueries:
         """In self-attention the last query has the last key; one whose key nobody sees is padding.
 
         Under a causal flag, which counts from the start, the first query has the first key.  Behind
@@ -153,8 +153,8 @@ class Asking:
             used = real[:, :keys].any(0).nonzero()
             keys = max(int(used.max()) + 1 if len(used) else keys, queries)
         first = 0 if is_causal or keys < queries else keys - queries
-        asks = None if real is None else real[:, first : first + queries]
-        return cls(first, asks if asks is None or asks.shape[1] == queries else None)
+        own = None if real is None else real[:, first : first + queries]
+        return cls(first, own if own is None or own.shape[1] == queries else None)
 
 
 def _four_axes(mask: Tensor) -> Tensor:
@@ -227,12 +227,14 @@ class Ratio:
 
 @dataclass(eq=False)
 class Tally:
-    """Sums over the rows that one attention was seen to make, by head and by key position."""
+    """Sums over the measured rows of one attention, by head and by key position."""
 
     gates: Ratio
-    """ρ by key position: rows whose gate for the key is open, of those that see the key."""
+    """ρ by key position: rows whose gradient passes the key's score, of those that see the key."""
     gates_by_theta: Ratio
     """ρ by θ = i/T, the key's place among the T visible ones of its row, in `BINS` bins."""
+    last_gates: Ratio
+    """ρ by key position of every sequence's last query alone, whichever queries are measured."""
     attention: Ratio
     """Attention by key position, of the rows that see the key."""
     logits: Ratio
@@ -242,10 +244,13 @@ class Tally:
     """ln T of the rows: the largest entropy they could have."""
     sink: Ratio
     distance: Ratio
+    queries: Float[Tensor, " heads"]
+    """Rows, and the queries that see one key alone."""
     max_logit: Float[Tensor, " heads"]
+    """Over all `queries`."""
 
     def add(self, other: Tally) -> None:
-        """Take in what was seen elsewhere."""
+        """Take in other rows."""
         for one in fields(self):
             ours, theirs = getattr(self, one.name), getattr(other, one.name)
             if isinstance(ours, Ratio):
@@ -255,11 +260,6 @@ class Tally:
             else:
                 setattr(self, one.name, added(ours, theirs))
 
-    @property
-    def rows(self) -> int:
-        """Rows counted, per head."""
-        return round(self.entropy.weights.max().item())
-
 
 Queries = Literal["last", "all"] | Int[Tensor, " rows"]
 
@@ -268,47 +268,68 @@ def tally(
     attention: Logits,
     queries: Queries = "last",
     *,
-    asking: Asking | None = None,
+    real: RealQueries | None = None,
     block: int = BLOCK,
 ) -> Tally | None:
     """Measure rows of an attention in O(T · block) memory; None if none of them can choose.
 
     "last" is every sequence's last query that is not padding.  Rows that see fewer than two keys
-    have nothing to choose and are not counted.
+    have nothing to choose and are not counted, but for `queries` and the largest logit.
 
     Paper: Definition 1 for ρ, Section 5 for the entropy.
     """
-    batch, heads, asked, keys = attention.shape
+    _, heads, _, keys = attention.shape
     if keys < 2:
         raise InputError(
             f"attention over {keys} key has nothing to choose.", hint="give at least 2 tokens."
         )
-    asking = asking or Asking.of(attention)
+    real = real or RealQueries.of(attention)
     total: Tally | None = None
-    for sequences, rows in _plan(queries, asking.asks, batch, asked):
+    for sequences, rows in _plan(queries, real.is_real, attention.shape):
         for part in _parts(sequences, rows, heads * keys, block):
-            one = _Block(attention, asking).measure(*part)
-            if total is None or one is None:
-                total = total or one
+            found = _measured(attention, real, *part)
+            if total is None:
+                total = found
             else:
-                total.add(one)
+                total.add(found)
+    if total is None or not bool((total.entropy.weights > 0).any()):
+        return None
+    if isinstance(queries, str) and queries == "last":
+        return total
+    last = tally(attention, "last", real=real, block=block)
+    nothing = total.gates.values.new_zeros(1, heads, keys)
+    total.last_gates = last.last_gates if last else Ratio.of(nothing, nothing)
     return total
 
 
+def largest_logits(attention: Logits, *, block: int = BLOCK) -> Float[Tensor, " heads"]:
+    """Each head's largest logit over all queries and the keys that they see, in blocks."""
+    batch, heads, queries, keys = attention.shape
+    parts = _parts(torch.arange(batch), torch.arange(queries), heads * keys, block)
+    device = attention.device
+    return torch.stack(
+        [
+            attention.rows(sequences.to(device), some.to(device))[0].amax((0, 2, 3))
+            for sequences, rows in parts
+            for some in rows
+        ]
+    ).amax(0)
+
+
 def _plan(
-    queries: Queries, asks: Tensor | None, batch: int, asked: int
+    queries: Queries, is_real: Tensor | None, shape: tuple[int, int, int, int]
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Which queries of which sequences: all share them, unless padding moves the last one."""
-    everything = torch.arange(batch)
+    everything = torch.arange(shape[0])
     if isinstance(queries, Tensor):
         yield everything, queries
     elif queries == "all":
-        yield everything, torch.arange(asked)
-    elif asks is None:
-        yield everything, torch.tensor([asked - 1])
+        yield everything, torch.arange(shape[2])
+    elif is_real is None:
+        yield everything, torch.tensor([shape[2] - 1])
     else:
-        place = torch.arange(1, asks.shape[1] + 1, device=asks.device)
-        last = (asks * place).amax(1).cpu() - 1
+        place = torch.arange(1, is_real.shape[1] + 1, device=is_real.device)
+        last = (is_real * place).amax(1).cpu() - 1
         for row in last[last >= 0].unique():
             yield (last == row).nonzero()[:, 0], row[None]
 
@@ -323,86 +344,83 @@ def _parts(
         yield some, list(rows.split(affordable))
 
 
-@dataclass(eq=False)
-class _Block:
-    attention: Logits
-    asking: Asking
+def _measured(
+    attention: Logits, real: RealQueries, sequences: Tensor, pieces: list[Tensor]
+) -> Tally:
+    """Sum over all pieces of these sequences' rows, then over the sequences."""
+    start = int(sequences[0])
+    where: slice | Tensor = slice(start, start + len(sequences))
+    if int(sequences[-1]) - start + 1 != len(sequences):
+        where = sequences.to(attention.device)
+    sums, top = _row_sums(attention, real, where, pieces[0].to(attention.device))
+    for piece in pieces[1:]:
+        more, highest = _row_sums(attention, real, where, piece.to(attention.device))
+        sums = {name: sums[name] + more[name] for name in sums}
+        top = torch.maximum(top, highest)
+    shown, rows = sums["shown"], sums["rows"]
+    gates = Ratio.of(sums["gates"], shown)
+    return Tally(
+        gates=gates,
+        gates_by_theta=Ratio.of(sums["theta_gates"], sums["theta_shown"]),
+        last_gates=replace(gates),
+        attention=Ratio.of(sums["attention"], shown),
+        logits=Ratio.of(sums["logits"], shown),
+        logits_squared=sums["squares"].to(_exact(shown)).sum(0),
+        entropy=Ratio.of(sums["entropy"], rows),
+        log_keys=Ratio.of(sums["log_keys"], rows),
+        sink=Ratio.of(sums["sink"], rows),
+        distance=Ratio.of(sums["distance"], rows),
+        queries=sums["queries"].to(_exact(top)).sum(0),
+        max_logit=top.to(_exact(top)),
+    )
 
-    def measure(self, sequences: Tensor, pieces: list[Tensor]) -> Tally | None:
-        """Sum over all pieces of these sequences' rows, then over the sequences."""
-        start = int(sequences[0])
-        where: slice | Tensor = slice(start, start + len(sequences))
-        if int(sequences[-1]) - start + 1 != len(sequences):
-            where = sequences
-        sums: dict[str, Tensor] = {}
-        top: Tensor | None = None
-        for piece in pieces:
-            found, highest = self._piece(where, piece)
-            sums = {name: sums[name] + found[name] for name in found} if sums else found
-            top = highest if top is None else torch.maximum(top, highest)
-        assert top is not None
-        if not bool((sums["rows"] > 0).any()):
-            return None
-        seen, rows = sums["seen"], sums["rows"]
-        return Tally(
-            gates=Ratio.of(sums["gates"], seen),
-            gates_by_theta=Ratio.of(sums["theta_gates"], sums["theta_seen"]),
-            attention=Ratio.of(sums["attention"], seen),
-            logits=Ratio.of(sums["logits"], seen),
-            logits_squared=sums["squares"].to(_exact(seen)).sum(0),
-            entropy=Ratio.of(sums["entropy"], rows),
-            log_keys=Ratio.of(sums["log_keys"], rows),
-            sink=Ratio.of(sums["sink"], rows),
-            distance=Ratio.of(sums["distance"], rows),
-            max_logit=top.to(_exact(top)),
-        )
 
-    def _piece(self, where: slice | Tensor, queries: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        asks, device = self.asking.asks, self.attention.device
-        queries = queries.to(device)
-        where = where if isinstance(where, slice) else where.to(device)
-        logits, seen = self.attention.rows(where, queries)
-        keys = logits.shape[-1]  # those after the last visible one may be missing
-        visible = logits.new_ones(1, 1, 1, keys, dtype=torch.bool) if seen is None else seen
-        visible = visible.expand(-1, -1, len(queries), -1)
-        count = visible.sum(-1)
-        counted = count >= 2
-        if asks is not None:
-            counted = counted & asks[where].index_select(1, queries)[:, None]
-        visible = visible & counted[..., None]
-        weights, entropy, top = _softmax(logits)
-        filled = logits
-        if seen is not None or asks is not None:
-            filled = logits.masked_fill(~visible, 0)
-            weights = weights if bool(counted.all()) else weights * counted[..., None]
-            entropy = torch.where(counted, entropy, 0)
-            top = torch.where(counted, top, -torch.inf)
-        # Definition 1 on the keys that the query sees: 0 <= (ω_i − mean ω + 1)/T <= 1
-        score = filled - ((filled.sum(-1) / count.clamp_min(1)) - 1)[..., None]
-        gates = (score >= 0) & (score <= count[..., None]) & visible
-        first_key = self.asking.first_key
-        place = (queries + (first_key or 0))[:, None] - torch.arange(keys, device=device)
-        place = place.abs().to(logits.dtype) * (math.nan if first_key is None else 1)
-        first = visible.to(torch.uint8).argmax(-1, keepdim=True).expand(*top.shape, 1)
-        rows = torch.ones_like(entropy) * counted
-        by_key = {
-            "seen": visible.sum(2, dtype=logits.dtype).expand(logits[:, :, 0].shape),
-            "gates": gates.sum(2, dtype=logits.dtype),
-            "attention": weights.sum(2),
-            "logits": filled.sum(2),
-            "squares": filled.square().sum(2),
-        }
-        missing = self.attention.shape[3] - keys
-        sums = {
-            "rows": rows.sum(2),
-            "entropy": entropy.sum(2),
-            "log_keys": (rows * count.clamp_min(1).to(_exact(count)).log()).sum(2),
-            "sink": weights.gather(-1, first)[..., 0].sum(2),
-            "distance": weights.flatten(2) @ place.to(weights.dtype).flatten(),
-            **{name: functional.pad(one, (0, missing)) for name, one in by_key.items()},
-            **_by_theta(gates, visible, torch.where(counted, count, 0)),
-        }
-        return sums, top.amax((0, 2))
+def _row_sums(
+    attention: Logits, real: RealQueries, where: slice | Tensor, queries: Tensor
+) -> tuple[dict[str, Tensor], Tensor]:
+    """What these rows add up to, by sequence and head, and each head's largest logit."""
+    logits, shown = attention.rows(where, queries)
+    keys = logits.shape[-1]  # those after the last visible one may be missing
+    visible = logits.new_ones(1, 1, 1, keys, dtype=torch.bool) if shown is None else shown
+    visible = visible.expand(-1, -1, len(queries), -1)
+    count = visible.sum(-1)
+    if real.is_real is not None:
+        count = count * real.is_real[where].index_select(1, queries)[:, None]
+    counted = count >= 2
+    visible = visible & counted[..., None]
+    weights, entropy, top = _softmax(logits)
+    filled = logits
+    if shown is not None or real.is_real is not None:
+        filled = logits.masked_fill(~visible, 0)
+        weights = weights if bool(counted.all()) else weights * counted[..., None]
+        entropy = torch.where(counted, entropy, 0)
+        top = torch.where(count >= 1, top, -torch.inf)
+    # Definition 1 on the keys that the query sees: 0 <= (ω_i − mean ω + 1)/T <= 1
+    score = filled - ((filled.sum(-1) / count.clamp_min(1)) - 1)[..., None]
+    gates = (score >= 0) & (score <= count[..., None]) & visible
+    place = (queries + (real.first_key or 0))[:, None] - torch.arange(keys, device=logits.device)
+    place = place.abs().to(logits.dtype) * (math.nan if real.first_key is None else 1)
+    first = visible.to(torch.uint8).argmax(-1, keepdim=True).expand(*top.shape, 1)
+    rows = torch.ones_like(entropy) * counted
+    by_key = {
+        "shown": visible.sum(2, dtype=logits.dtype).expand(logits[:, :, 0].shape),
+        "gates": gates.sum(2, dtype=logits.dtype),
+        "attention": weights.sum(2),
+        "logits": filled.sum(2),
+        "squares": filled.square().sum(2),
+    }
+    missing = attention.shape[3] - keys
+    sums = {
+        "queries": (torch.ones_like(entropy) * (count >= 1)).sum(2),
+        "rows": rows.sum(2),
+        "entropy": entropy.sum(2),
+        "log_keys": (rows * count.clamp_min(1).to(_exact(count)).log()).sum(2),
+        "sink": weights.gather(-1, first)[..., 0].sum(2),
+        "distance": weights.flatten(2) @ place.to(weights.dtype).flatten(),
+        **{name: functional.pad(part, (0, missing)) for name, part in by_key.items()},
+        **_by_theta(gates, visible, torch.where(counted, count, 0)),
+    }
+    return sums, top.amax((0, 2))
 
 
 def _softmax(logits: Float[Tensor, "*rows keys"]) -> tuple[Tensor, Tensor, Tensor]:
@@ -428,7 +446,7 @@ def _by_theta(gates: Tensor, visible: Tensor, count: Tensor) -> dict[str, Tensor
     dtype = torch.get_default_dtype()
     return {
         "theta_gates": inside.sum(2).to(dtype),
-        "theta_seen": sizes.sum(2).to(dtype),
+        "theta_shown": sizes.sum(2).to(dtype),
     }
 
 
@@ -443,3 +461,66 @@ def added(one: Float[Tensor, "*_"], other: Float[Tensor, "*_"]) -> Float[Tensor,
         longest = max(one.shape[-1], other.shape[-1])
         one, other = (functional.pad(side, (0, longest - side.shape[-1])) for side in (one, other))
     return one + other
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRank:
+    """How alike the tokens are that one attention is given, averaged over sequences."""
+
+    name: str
+    layer: int | None
+    similarity: float
+    """Mean cosine between two tokens of a sequence: 1 when all point the same way."""
+    effective_rank: float
+    """‖X‖⁴_F / ‖XᵀX‖²_F, the participation ratio of the squared singular values: 1 at collapse."""
+    residual: float
+    """‖X − 1x̄ᵀ‖_F / ‖X‖_F: 0 when all tokens are equal (after Dong et al. 2021)."""
+    sequences: int
+
+
+def token_rank(
+    tokens: Float[Tensor, "batch tokens model"], real: Bool[Tensor, "batch tokens"] | None
+) -> Float[Tensor, "sequences 3"]:
+    """Similarity, effective rank and residual of each sequence; at most model² numbers at a time.
+
+    >>> same = torch.ones(1, 4, 8)
+    >>> token_rank(same, None).round(decimals=3)
+    tensor([[1., 1., 0.]])
+    """
+    _, length, model = tokens.shape
+    together = max(1, _GRAM // min(length, model) ** 2)
+    is_real = torch.ones_like(tokens[..., 0], dtype=torch.bool) if real is None else real
+    parts = zip(tokens.split(together), is_real.split(together), strict=True)
+    found = [_rank_of(*part) for part in parts]
+    return torch.cat(found) if found else tokens.new_zeros(0, 3)
+
+
+_GRAM = 1 << 20  # entries of Gram matrices at a time; one alone may have more
+
+
+def _rank_of(
+    tokens: Float[Tensor, "batch tokens model"], real: Bool[Tensor, "batch tokens"]
+) -> Float[Tensor, "sequences 3"]:
+    count = real.sum(1)
+    tokens, real, count = tokens[count > 1], real[count > 1, :, None], count[count > 1]
+    tokens = (tokens if tokens.dtype == torch.float64 else tokens.float()) * real
+    tiny = torch.finfo(tokens.dtype).tiny
+    tokens = tokens / tokens.abs().amax((1, 2), keepdim=True).clamp_min(tiny)
+    unit = torch.nn.functional.normalize(tokens, dim=-1)
+    pairs = _squares(unit.sum(1, keepdim=True)) - _squares(unit)
+    gram = tokens.mT @ tokens if tokens.shape[1] > tokens.shape[2] else tokens @ tokens.mT
+    norm = _squares(tokens).clamp_min(tiny)
+    apart = (tokens - tokens.sum(1, keepdim=True) / count[:, None, None]) * real
+    return torch.stack(
+        [
+            pairs / (count * (count - 1)),
+            norm.square() / _squares(gram).clamp_min(tiny),
+            (_squares(apart) / norm).sqrt(),
+        ],
+        dim=1,
+    )
+
+
+def _squares(matrices: Float[Tensor, "batch rows columns"]) -> Float[Tensor, " batch"]:
+    """Sums of squares, exact to the last digits however many there are."""
+    return matrices.square().sum((1, 2), dtype=_exact(matrices))

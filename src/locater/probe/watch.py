@@ -1,17 +1,18 @@
 """Attention seen as it is called: fused, by a softmax, or inside PyTorch's own attention module.
 
-While a `Watch` is on, a torch function mode hears of every call to scaled_dot_product_attention and
-softmax, and hooks on all modules say which of them is running.  Nothing is replaced: the model's
-own call is made, with its own arguments.
+In a pass that a `Recorder` records, a torch function mode sees every call to softmax and
+scaled_dot_product_attention, and hooks on all modules say which of them is running.  Nothing is
+replaced: the model's own call is made, with its own arguments.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from types import TracebackType
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +24,17 @@ from torch.nn.modules.module import (
 )
 from torch.overrides import TorchFunctionMode
 
+from locater.errors import LocaterError
 from locater.models.layout import AttentionLayout
-from locater.models.names import layer_number
-from locater.probe.rows import Logits, ScoredKeys, SeenLogits
+from locater.models.live import LiveAttention
+from locater.models.names import layer_number, plain_name
+from locater.probe.rows import Logits, ScoredKeys, SoftmaxInput
 
 _FUSED = functional.scaled_dot_product_attention
 _SOFTMAX = {functional.softmax, torch.softmax, torch.special.softmax, Tensor.softmax}
 _MULTIHEAD = functional.multi_head_attention_forward
 _MULTIHEAD_ARGUMENTS = inspect.signature(_MULTIHEAD)
+_Own = TypeVar("_Own", bound="Recorder")
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,42 +54,171 @@ class Place:
         return cls(layout.name, layout.layer, layout.kind, layout.part, layout)
 
 
+def labels(places: Sequence[Place | AttentionLayout]) -> list[str]:
+    """layer_3 where that says which; else with the part and kind; else the module's own name."""
+    for label in (
+        [f"layer_{place.layer}" for place in places],
+        [f"{place.part}_{place.kind}/layer_{place.layer}" for place in places],
+    ):
+        if len(set(label)) == len(label):
+            return label
+    return [place.name or "model" for place in places]
+
+
+class Recorder:
+    """Watches a model's attention in its forward passes; what it does with it, a subclass says.
+
+    It hooks the model between `attach` and `detach`, which is what `with` does.  A loop that calls
+    parts of the model, so that hooks on the whole of it see nothing, says `begin` and `end`.
+    """
+
+    def __init__(self, model: nn.Module, attentions: Sequence[LiveAttention]) -> None:
+        self.model = model
+        self.places = {
+            one.module: Place.of(one.layout) for one in attentions if one.module is not None
+        }
+        self._names = {module: plain_name(path) for path, module in model.named_modules()}
+        self._watch: _Watch | None = None
+        self._handles: list[Any] = []
+
+    def pass_begins(self) -> bool:
+        """Whether to watch the forward pass that begins."""
+        return True
+
+    def attention_called(self, place: Place, logits: Logits) -> Any:
+        """One call of attention; `attention_ends` is given the answers."""
+
+    def attention_ends(self, place: Place, tokens: Tensor, answers: list[Any]) -> None:
+        """An attention's module is done with the tokens that it was given."""
+
+    def pass_ends(self) -> None:
+        """A watched pass went to its end."""
+
+    def __enter__(self: _Own) -> _Own:
+        self.attach()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.detach()
+
+    def attach(self) -> None:
+        """Start watching; what `with` does."""
+        if self._handles:
+            return
+        _refuse_compiled(self.model)
+        if isinstance(self.model, nn.TransformerEncoderLayer):
+            # a hook of its own would make PyTorch leave this layer's fast path
+            self._handles = [
+                register_module_forward_pre_hook(self._root_only(self._before)),
+                register_module_forward_hook(
+                    self._root_only(self._after), with_kwargs=True, always_call=True
+                ),
+            ]
+        else:
+            self._handles = [
+                self.model.register_forward_pre_hook(self._before, prepend=True),
+                self.model.register_forward_hook(self._after, with_kwargs=True, always_call=True),
+            ]
+
+    def detach(self) -> None:
+        """Stop watching; the results stay."""
+        for handle in self._handles:
+            _remove_hook(handle)
+        self._handles = []
+        self._stop()
+
+    def run(self, blocks: Tensor, *, batch: int = 16) -> Iterator[int]:
+        """Run the model on blocks of tokens in evaluation mode; yields how many are done."""
+        was_training, done = self.model.training, 0
+        self.model.eval()
+        try:
+            with self, torch.inference_mode():
+                for part in blocks.split(batch):
+                    self._run(part)
+                    done += len(part)
+                    yield done
+        finally:
+            self.model.train(was_training)
+
+    def _run(self, blocks: Tensor) -> None:
+        try:
+            self.model(blocks)
+        except (RuntimeError, IndexError, ValueError, TypeError) as error:
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            raise LocaterError(
+                f"the model fails on blocks of {blocks.shape[1]} tokens: {reason[0][:200]}",
+                hint="use fewer tokens than the model has positions, and a model that takes token "
+                "ids alone.",
+            ) from error
+
+    def begin(self) -> None:
+        """A forward pass begins; it is watched until `end` if it is one to watch."""
+        if self._watch is None and self.pass_begins():  # else the model calls itself
+            _refuse_compiled(self.model)
+            self._watch = _Watch(self, self._names)
+            self._watch.start(self.model)
+
+    def end(self) -> None:
+        """Take in what was recorded since `begin`."""
+        if self._watch is not None:
+            self._stop()
+            self.pass_ends()
+
+    def _stop(self) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            raise _compiled(type(self.model).__name__)
+        self.begin()
+
+    def _after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if self._watch is None:
+            return
+        if output is None:  # an error is on its way out: nothing of this pass counts
+            self._stop()
+            return
+        self._watch.leave(module, args, kwargs, output)
+        if not self._watch.frames:  # else the model called itself, and goes on
+            self.end()
+
+    def _root_only(self, hook: Any) -> Any:
+        def only(module: nn.Module, *rest: Any) -> None:
+            if module is self.model:
+                hook(module, *rest)
+
+        return only
+
+
 @dataclass(eq=False)
-class Frame:
+class _Frame:
     """A module that is running, and what its attention did so far."""
 
     module: nn.Module
     place: Place | None = None
     is_suspended: bool = False
     """The mode was switched off for it, because PyTorch has a fast path for it."""
-    is_unheard: bool = False
+    is_hidden: bool = False
     """Its attention may take the fast path: it is computed again from the module's inputs."""
-    heard: list[Any] = field(default_factory=list)
-    """What the listener answered to each attention heard."""
+    answers: list[Any] = field(default_factory=list)
+    """What the recorder said to each call of attention."""
 
 
-Heard = Callable[[Place, Logits], Any]
-Left = Callable[[Place, Tensor, list[Any]], None]
+class _Watch(TorchFunctionMode):
+    """One forward pass: which module runs, and which attention it calls."""
 
-
-class Watch(TorchFunctionMode):
-    """Listens while a model runs: `heard(place, logits)` for attention, `left(place, tokens, …)`.
-
-    `left` is called when an attention's module is done, with the tokens it was given and the
-    answers of `heard` to what it did with them.
-    """
-
-    def __init__(
-        self,
-        attentions: Mapping[nn.Module, Place],
-        names: Mapping[nn.Module, str],
-        heard: Heard,
-        left: Left,
-    ) -> None:
+    def __init__(self, recorder: Recorder, names: Mapping[nn.Module, str]) -> None:
         super().__init__()
-        self.attentions, self.names = dict(attentions), names
-        self.heard, self.left = heard, left
-        self.frames: list[Frame] = []
+        self.recorder, self.names = recorder, names
+        self.attentions = dict(recorder.places)
+        self.frames: list[_Frame] = []
         self.handles: list[Any] = []
         self.is_entered = False
 
@@ -101,7 +234,7 @@ class Watch(TorchFunctionMode):
     def stop(self) -> None:
         """End, whatever happened."""
         for handle in self.handles:
-            remove_hook(handle)
+            _remove_hook(handle)
         if self.is_entered:
             self._listen(False)
 
@@ -116,20 +249,20 @@ class Watch(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is _FUSED:
-            self._hear(_fused_logits, args, kwargs)
+            self._see(_fused_logits, args, kwargs)
         elif func is _MULTIHEAD:
-            self._hear(_multihead_logits, args, kwargs)
+            self._see(_multihead_logits, args, kwargs)
         elif func in _SOFTMAX:
-            self._hear(_softmax_logits, args, kwargs, only_known=True)
+            self._see(_softmax_logits, args, kwargs, only_known=True)
         return func(*args, **kwargs)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        frame = Frame(module, self.attentions.get(module))
+        frame = _Frame(module, self.attentions.get(module))
         self.frames.append(frame)
         if _may_be_fast(module):
             # under any torch function mode PyTorch leaves its fast path, and with it the last bits
-            is_inner = any(one.is_unheard for one in self.frames)
-            frame.is_unheard = not is_inner and not isinstance(module, nn.TransformerEncoder)
+            is_inner = any(one.is_hidden for one in self.frames)
+            frame.is_hidden = not is_inner and not isinstance(module, nn.TransformerEncoder)
             if self.is_entered:
                 self._listen(False)
                 frame.is_suspended = True
@@ -146,50 +279,51 @@ class Watch(TorchFunctionMode):
         while self.frames[-1].module is not module:  # it failed, and the model caught the error
             self._resume(self.frames.pop())
         frame = self.frames[-1]
-        if frame.is_unheard:
-            self._hear_fast_path(frame, args, kwargs)
+        if frame.is_hidden:
+            self._compute_again(frame, args, kwargs)
         self._resume(self.frames.pop())
-        if frame.place is not None and frame.heard:
+        if frame.place is not None and frame.answers:
             tokens = _tokens(frame.module, frame.place, args, kwargs)
             if tokens is not None:
-                self.left(frame.place, tokens, frame.heard)
+                self.recorder.attention_ends(frame.place, tokens, frame.answers)
 
-    def _resume(self, frame: Frame) -> None:
+    def _resume(self, frame: _Frame) -> None:
         if frame.is_suspended:
             self._listen(True)
 
-    def _hear(
+    def _see(
         self, reader: Any, args: tuple[Any, ...], kwargs: dict[str, Any], only_known: bool = False
     ) -> None:
         known = next((one for one in reversed(self.frames) if one.place is not None), None)
         if known is None and (only_known or not self.frames):
             return
         frame = known or self._named_by_call(self.frames[-1])
-        assert frame.place is not None
         with torch.no_grad():
-            logits = reader(frame, *args, **kwargs)
-            if logits is not None:
-                frame.heard.append(self.heard(frame.place, logits))
+            self._report(frame, reader(frame, *args, **kwargs))
 
-    def _named_by_call(self, frame: Frame) -> Frame:
+    def _report(self, frame: _Frame, logits: Logits | None) -> None:
+        assert frame.place is not None
+        if logits is not None:
+            frame.answers.append(self.recorder.attention_called(frame.place, logits))
+
+    def _named_by_call(self, frame: _Frame) -> _Frame:
         """Attention in a module that no recipe reads is called by the module that calls it."""
         name = self.names.get(frame.module, type(frame.module).__name__)
         frame.place = self.attentions[frame.module] = Place(name, layer_number(name))
         return frame
 
-    def _hear_fast_path(self, frame: Frame, args: Any, kwargs: dict[str, Any]) -> None:
+    def _compute_again(self, frame: _Frame, args: Any, kwargs: dict[str, Any]) -> None:
         """Attention that happened out of sight, from the same inputs and weights."""
         module = frame.module
         with torch.no_grad():
+            given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
             if isinstance(module, nn.TransformerEncoderLayer):
-                given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
                 tokens, hidden = _padded(given["src"])
                 tokens = module.norm1(tokens) if module.norm_first else tokens
                 hidden = given.get("src_key_padding_mask") if hidden is None else hidden
-                inner = Frame(module.self_attn, self.attentions.get(module.self_attn))
+                inner = _Frame(module.self_attn, self.attentions.get(module.self_attn))
                 inputs = (tokens, tokens, hidden, given.get("src_mask"))
             else:
-                given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
                 inner = frame
                 query, hidden = _padded(given["query"])
                 key = query if given["key"] is given["query"] else _padded(given["key"])[0]
@@ -198,11 +332,9 @@ class Watch(TorchFunctionMode):
             if inner.place is None:
                 inner = self._named_by_call(inner)
             assert inner.place is not None
-            logits = _module_logits(inner, *inputs)
-            assert logits is not None
-            inner.heard.append(self.heard(inner.place, logits))
+            self._report(inner, _module_logits(inner, *inputs))
             if inner is not frame:
-                self.left(inner.place, inputs[0], inner.heard)
+                self.recorder.attention_ends(inner.place, inputs[0], inner.answers)
 
 
 def _may_be_fast(module: nn.Module) -> bool:
@@ -231,7 +363,7 @@ def _padded(tokens: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _fused_logits(
-    frame: Frame,
+    frame: _Frame,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -245,8 +377,8 @@ def _fused_logits(
     """The logits of scaled_dot_product_attention, whose heads are the axis before the queries."""
     if query.is_nested or key.is_nested:
         return None
-    query, key = (_local(side).detach() for side in (query, key))
-    masks: tuple[Tensor, ...] = () if attn_mask is None else (_local(attn_mask).detach(),)
+    query, key = (local(side).detach() for side in (query, key))
+    masks: tuple[Tensor, ...] = () if attn_mask is None else (local(attn_mask).detach(),)
     heads = frame.place.layout.heads if frame.place and frame.place.layout else 1
     if query.ndim < 4:
         split = heads if query.ndim == 3 and query.shape[0] % heads == 0 else 1
@@ -274,23 +406,23 @@ def _fused_logits(
 
 
 def _softmax_logits(
-    frame: Frame, input: Tensor, dim: int | None = None, *_: Any, **__: Any
+    frame: _Frame, input: Tensor, dim: int | None = None, *_: Any, **__: Any
 ) -> Logits | None:
     """What enters a softmax over keys, if it has the attention's heads."""
     layout = frame.place.layout if frame.place else None
     if layout is None or dim not in (-1, input.ndim - 1) or not input.is_floating_point():
         return None
-    logits = _local(input).detach()
+    logits = local(input).detach()
     if isinstance(getattr(frame.module, "sinks", None), Tensor):
         logits = logits[..., :-1]  # a learned logit that belongs to no key
     if logits.ndim == 3 and logits.shape[0] % layout.heads == 0:
-        return SeenLogits(logits.unflatten(0, (-1, layout.heads)))
+        return SoftmaxInput(logits.unflatten(0, (-1, layout.heads)))
     if logits.ndim == 4 and layout.heads % logits.shape[1] == 0:  # fewer: tensor parallelism
-        return SeenLogits(logits)
+        return SoftmaxInput(logits)
     return None
 
 
-def _multihead_logits(frame: Frame, *args: Any, **kwargs: Any) -> Logits | None:
+def _multihead_logits(frame: _Frame, *args: Any, **kwargs: Any) -> Logits | None:
     """The logits of torch.nn.functional.multi_head_attention_forward, from its arguments."""
     bound = _MULTIHEAD_ARGUMENTS.bind(*args, **kwargs)
     bound.apply_defaults()
@@ -322,7 +454,7 @@ def _multihead_logits(frame: Frame, *args: Any, **kwargs: Any) -> Logits | None:
 
 
 def _module_logits(
-    frame: Frame, query: Tensor, key: Tensor, hidden: Tensor | None, mask: Tensor | None
+    frame: _Frame, query: Tensor, key: Tensor, hidden: Tensor | None, mask: Tensor | None
 ) -> Logits | None:
     """The logits of nn.MultiheadAttention, from its inputs and weights."""
     own: Any = frame.module
@@ -384,16 +516,30 @@ def _tokens(
         if width is None or value.shape[-1] == width:
             value = _padded(value)[0] if value.is_nested else value
             is_turned = isinstance(module, nn.MultiheadAttention) and not module.batch_first
-            return _local(value.transpose(0, 1) if is_turned else value).detach()
+            return local(value.transpose(0, 1) if is_turned else value).detach()
     return None
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local(tensor: Tensor) -> Tensor:
     """This rank's part of a distributed tensor: under tensor parallelism, its heads."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def remove_hook(handle: Any) -> None:
+def _remove_hook(handle: Any) -> None:
     """Remove a hook wholly: torch 2.13 keeps a note of global ones, which torch.compile minds."""
     handle.remove()
     getattr(torch_module, "_global_forward_hooks_with_kwargs", {}).pop(handle.id, None)
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    for module in model.modules():
+        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+            raise _compiled(type(module).__name__)
+
+
+def _compiled(name: str) -> LocaterError:
+    return LocaterError(
+        f"{name} is compiled: what torch.compile has fused cannot be seen.",
+        hint="probe the module that you compiled (compiled._orig_mod) in a pass of its own, "
+        "without compilation.",
+    )

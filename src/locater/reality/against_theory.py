@@ -7,9 +7,8 @@ own logits.  Predictions go from the paper's printed formula to the exact law wi
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,27 +16,251 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from locater.core.bounds import entropy_lower_bound
-from locater.core.diagnosis import diagnose
-from locater.core.form import QKForm
+from locater.core.diagnosis import Diagnosis, diagnose
 from locater.core.full_moments import SampledHeads
 from locater.core.gaussianity import Gaussianity, gaussianity, random_projections
 from locater.core.process import TokenProcess
-from locater.core.score import HeadMoments
 from locater.core.theory import (
     Profile,
     attention_entropy,
     linearized_softmax,
     normal_between,
-    predicted_attention,
-    propagation,
 )
 from locater.engines import one_thread
 from locater.errors import ConfigError, InputError, LocaterError
 from locater.models.live import LiveAttention, find_attention
-from locater.models.names import plain_name
 from locater.probe.rows import Logits
-from locater.probe.watch import Place, Watch
-from locater.reality.records import LayerReality, Measured, Prediction, Reality
+from locater.probe.watch import Place, Recorder
+from locater.reality.theories import COLUMNS, Prediction, predictions
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Measured:
+    """What the heads of one attention did; logits are relative to their row's average."""
+
+    profile: Profile
+    entropy: Float[Tensor, " heads"]
+    entropy_error: Float[Tensor, " heads"]
+    attention: Float[Tensor, "heads tokens"]
+    logit_mean: Float[Tensor, "heads tokens"]
+    logit_variance: Float[Tensor, "heads tokens"]
+    logit_kurtosis: Float[Tensor, " heads"]
+    """Excess kurtosis of a logit over blocks, averaged over positions."""
+    entropy_bound: Float[Tensor, " heads"]
+    """The least entropy that logits of the measured norms allow, averaged over blocks."""
+    gaussian_rho: Float[Tensor, "heads tokens"]
+    """ρ of a Gaussian score with the measured mean and variance: what is left is the law's."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LayerReality:
+    """One attention, predicted and measured."""
+
+    name: str
+    layer: int
+    explained: float
+    """Share of the inputs' covariance that K ⊗ Σ accounts for."""
+    measured: Measured
+    in_sample: Measured
+    """The same on the blocks that the moments come from."""
+    predictions: dict[str, Prediction]
+    logit_gap: float
+    """Largest difference of the form's own logits from the model's, in their standard deviations;
+    a large one says that the form leaves something out."""
+    diagnosis: Diagnosis
+    features: dict[str, Gaussianity]
+    caveats: tuple[str, ...] = ()
+
+    @property
+    def heads(self) -> int:
+        """How many."""
+        return self.measured.entropy.shape[0]
+
+    @property
+    def best(self) -> str:
+        """The Kronecker prediction with the most ingredients and Gaussian moments."""
+        return "rotary" if "rotary" in self.predictions else "means"
+
+    def rho_error(self, column: str, *, in_sample: bool = False) -> Float[Tensor, " heads"]:
+        """Mean |ρ predicted − ρ measured| over positions."""
+        measured = self.in_sample if in_sample else self.measured
+        return (self.predictions[column].profile.rho - measured.profile.rho).abs().mean(-1)
+
+    @property
+    def rho_noise(self) -> Float[Tensor, " heads"]:
+        """The |error| that counting finitely many blocks causes alone, √(2/π) s.e. on average."""
+        error = self.measured.profile.standard_error
+        assert error is not None
+        return math.sqrt(2 / math.pi) * error.mean(-1)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One plain dictionary per head."""
+        return [self._row(head, why) for head, why in enumerate(self.diagnosis.rows())]
+
+    def _row(self, head: int, why: dict[str, Any]) -> dict[str, Any]:
+        measured = self.measured
+        row: dict[str, Any] = {
+            "name": self.name,
+            "layer": self.layer,
+            "head": head,
+            "entropy": measured.entropy[head].item(),
+            "entropy_standard_error": measured.entropy_error[head].item(),
+            "entropy_bound": measured.entropy_bound[head].item(),
+            "mean_rho": measured.profile.rho[head].mean().item(),
+            "sink_mass": measured.attention[head, 0].item(),
+            "own_mass": measured.attention[head, -1].item(),
+            "logit_deviation": measured.logit_variance[head].mean().sqrt().item(),
+            "logit_kurtosis": measured.logit_kurtosis[head].item(),
+            "rho_noise": self.rho_noise[head].item(),
+            "law_error": _gap(measured.gaussian_rho[head], measured.profile.rho[head]),
+            "why": why,
+        }
+        for column, prediction in self.predictions.items():
+            row[f"rho_error_{column}"] = self.rho_error(column)[head].item()
+            if prediction.entropy is not None and prediction.attention is not None:
+                row[f"entropy_{column}"] = prediction.entropy[head].item()
+                row[f"attention_error_{column}"] = (
+                    prediction.attention[head] - measured.attention[head]
+                ).abs().sum().item() / 2
+            if prediction.logit_mean is not None and prediction.logit_variance is not None:
+                row[f"logit_mean_error_{column}"] = _gap(
+                    prediction.logit_mean[head], measured.logit_mean[head]
+                )
+                total = measured.logit_variance[head].sum().clamp_min(1e-300)
+                ratio = prediction.logit_variance[head].sum() / total
+                row[f"logit_variance_ratio_{column}"] = ratio.item()
+        for column in (self.best, "full"):
+            row[f"rho_error_in_sample_{column}"] = self.rho_error(column, in_sample=True)[
+                head
+            ].item()
+        return row
+
+
+@dataclass(frozen=True, eq=False)
+class Reality:
+    """A model held against the theory, layer by layer."""
+
+    layers: list[LayerReality]
+    estimated_on: int
+    measured_on: int
+    tokens: int
+    skipped: dict[str, str]
+    """Attentions without a fixed W_QK, and why."""
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One plain dictionary per head of every layer."""
+        return [row for layer in self.layers for row in layer.rows()]
+
+    @property
+    def columns(self) -> list[str]:
+        """The predictions made, in the order of `COLUMNS`."""
+        made = {name for layer in self.layers for name in layer.predictions}
+        return [name for name in COLUMNS if name in made]
+
+    def warnings(self) -> list[str]:
+        """What the predictions leave out, as far as it is known or seen in the logits."""
+        told: dict[str, list[str]] = {}
+        for layer in self.layers:
+            for caveat in layer.caveats:
+                told.setdefault(caveat, []).append(layer.name)
+            if layer.logit_gap > 0.05:
+                words = "logits of the form differ from the model's own: it leaves something out"
+                told.setdefault(words, []).append(f"{layer.name} ({layer.logit_gap:.2f} s.d.)")
+        return [
+            f"{caveat} [{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}]"
+            for caveat, names in told.items()
+        ]
+
+    def layer_rows(self) -> list[dict[str, Any]]:
+        """Averages over the heads of each layer."""
+        results = []
+        for layer in self.layers:
+            rows = layer.rows()
+            results.append(
+                {
+                    "layer": layer.layer,
+                    "name": layer.name,
+                    "heads": layer.heads,
+                    "explained": layer.explained,
+                    "logit_gap": layer.logit_gap,
+                    **averages(rows),
+                    "token_kurtosis": layer.features["tokens"].excess_kurtosis.median().item(),
+                    "query_kurtosis": layer.features["queries"].excess_kurtosis.median().item(),
+                    "key_kurtosis": layer.features["keys"].excess_kurtosis.median().item(),
+                    "projection_kurtosis": layer.features["token projections"]
+                    .excess_kurtosis.median()
+                    .item(),
+                    "not_gaussian": {
+                        name: shape.rejected() for name, shape in layer.features.items()
+                    },
+                    "seconds": {name: one.seconds for name, one in layer.predictions.items()},
+                }
+            )
+        return results
+
+    def summary(self) -> dict[str, Any]:
+        """Averages over all heads, and how well heads are ranked."""
+        rows = self.rows()
+        result: dict[str, Any] = {
+            "heads": len(rows),
+            "tokens": self.tokens,
+            "estimated_on": self.estimated_on,
+            "measured_on": self.measured_on,
+            **averages(rows),
+        }
+        rho = torch.cat([layer.measured.profile.rho for layer in self.layers])
+        for column in self.columns:
+            if any(column not in layer.predictions for layer in self.layers):
+                continue
+            predicted = torch.cat([layer.predictions[column].profile.rho for layer in self.layers])
+            result[f"rank_correlation_rho_{column}"] = rank_correlation(
+                predicted.mean(-1), rho.mean(-1)
+            )
+            over = _correlations(predicted, rho)
+            result[f"position_correlation_{column}"] = over.nanmedian().item()
+            entropy = [layer.predictions[column].entropy for layer in self.layers]
+            found = [one for one in entropy if one is not None]
+            if len(found) == len(entropy):
+                result[f"rank_correlation_entropy_{column}"] = rank_correlation(
+                    torch.cat(found), torch.cat([one.measured.entropy for one in self.layers])
+                )
+        return result
+
+
+def averages(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Means over heads: errors of ρ, entropy, attention and logits for every prediction."""
+    result: dict[str, float] = {}
+    for key, value in rows[0].items():
+        if key.startswith("entropy_") and key not in ("entropy_bound", "entropy_standard_error"):
+            gaps = [abs(row[key] - row["entropy"]) for row in rows]
+            result[key.replace("entropy_", "entropy_error_")] = sum(gaps) / len(gaps)
+        elif isinstance(value, float):
+            result[key] = sum(row[key] for row in rows) / len(rows)
+    return result
+
+
+def rank_correlation(first: Float[Tensor, " items"], second: Float[Tensor, " items"]) -> float:
+    """Spearman's correlation; ties share their rank.
+
+    >>> round(rank_correlation(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 8.0, 27.0])), 9)
+    1.0
+    """
+    ranks = torch.stack([_ranks(first), _ranks(second)])
+    return _correlations(ranks[:1], ranks[1:]).item()
+
+
+def _ranks(values: Float[Tensor, " items"]) -> Float[Tensor, " items"]:
+    below = (values[:, None] > values).double().sum(-1)
+    return below + (values[:, None] == values).double().sum(-1) / 2
+
+
+def _correlations(first: Tensor, second: Tensor) -> Tensor:
+    first, second = (part - part.mean(-1, keepdim=True) for part in (first, second))
+    return (first * second).sum(-1) / (first.norm(dim=-1) * second.norm(dim=-1))
+
+
+def _gap(first: Tensor, second: Tensor) -> float:
+    return (first - second).abs().mean().item()
 
 
 @dataclass(eq=False)
@@ -50,32 +273,59 @@ class AttentionSamples:
     """Of the last query of every block, as the model computed them."""
 
 
-@dataclass(eq=False)
-class _Seen:
-    """Filled in place: thousands of pieces between a model's own tensors would tear memory up."""
+class _BlockRecorder(Recorder):
+    """The last query's logits of all blocks, and the inputs of the first `keep`.
 
-    inputs: Tensor | None = None
-    logits: Tensor | None = None
-    begun: set[int] = field(default_factory=set)
+    Filled in place: thousands of pieces between a model's own tensors would tear memory up.
+    """
 
-    def put(self, done: int, blocks: int, keep: int, tokens: Tensor, rows: Tensor) -> None:
-        """Store a batch that begins at block `done`."""
-        if self.logits is None or self.inputs is None:
-            self.logits = torch.empty(blocks, *rows.shape[1:], dtype=rows.dtype)
-            self.inputs = torch.empty(keep, *tokens.shape[1:])
-        if rows.shape[1:] != self.logits.shape[1:] or len(rows) != len(tokens):
+    def __init__(
+        self, model: nn.Module, attentions: list[LiveAttention], blocks: int, keep: int
+    ) -> None:
+        super().__init__(model, attentions)
+        self.blocks, self.keep = blocks, keep
+        self.done = 0
+        """The block that the pass begins at."""
+        self.logits: dict[str, Tensor] = {}
+        self.inputs: dict[str, Tensor] = {}
+        self._ran: set[tuple[str, int]] = set()
+
+    def attention_called(self, place: Place, logits: Logits) -> Tensor | None:
+        """The last query's logits; none of an attention that was not asked for."""
+        if place.layout is None:
+            return None
+        last = torch.tensor([logits.shape[2] - 1], device=logits.device)
+        rows, visible = logits.rows(slice(None), last)
+        if visible is not None and not bool(visible.expand(rows.shape).all()):
             raise InputError(
-                f"logits of {tuple(rows.shape)} follow logits of {tuple(self.logits.shape)}.",
+                f"the last query of {place.name} does not see every key.",
+                hint="a sliding window or padding hides some: use fewer tokens, or measure alone, "
+                "with `locater probe` or Probe(model).",
+            )
+        return rows[:, :, 0].cpu()
+
+    def attention_ends(self, place: Place, tokens: Tensor, answers: list[Any]) -> None:
+        """Store one batch of one attention."""
+        if place.layout is None:
+            return
+        name, done, rows = place.name, self.done, torch.cat(answers)
+        if name not in self.logits:
+            self.logits[name] = torch.empty(self.blocks, *rows.shape[1:], dtype=rows.dtype)
+            self.inputs[name] = torch.empty(self.keep, *tokens.shape[1:])
+        logits, inputs = self.logits[name], self.inputs[name]
+        if rows.shape[1:] != logits.shape[1:] or len(rows) != len(tokens):
+            raise InputError(
+                f"logits of {tuple(rows.shape)} follow logits of {tuple(logits.shape)}.",
                 hint="every block must run through each attention once, with all its tokens.",
             )
-        if done in self.begun:
+        if (name, done) in self._ran:
             raise InputError(
                 "an attention runs several times in a pass (layers that share their weights).",
                 hint="theory is held against each layer's own tokens; use Probe to measure.",
             )
-        self.begun.add(done)
-        self.logits[done : done + len(rows)] = rows
-        self.inputs[done : done + len(tokens)] = tokens[: max(keep - done, 0)]
+        self._ran.add((name, done))
+        logits[done : done + len(rows)] = rows
+        inputs[done : done + len(tokens)] = tokens[: max(self.keep - done, 0)].float().cpu()
 
 
 def collect(
@@ -87,64 +337,25 @@ def collect(
     batch: int = 16,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[AttentionSamples]:
-    """Run the model on blocks (blocks × tokens, or tokens' vectors) and watch its attentions.
+    """Run the model on blocks (blocks × tokens, or tokens' vectors) and record its attentions.
 
     Inputs of the first `keep` blocks are held, `keep · tokens · model` floats per attention; of all
     blocks the logits are.  Model outputs are not used: give the part without a head.
     """
-    places = {one.module: Place.of(one.layout) for one in attentions if one.module is not None}
-    names = {module: plain_name(path) for path, module in model.named_modules()}
-    seen = {place.name: _Seen() for place in places.values()}
-    done = 0
-
-    def heard(place: Place, logits: Logits) -> Tensor:
-        last = torch.tensor([logits.shape[2] - 1], device=logits.device)
-        rows, visible = logits.rows(slice(None), last)
-        if visible is not None and not bool(visible.expand(rows.shape).all()):
-            raise InputError(
-                f"the last query of {place.name} does not see every key.",
-                hint="a sliding window or padding hides some; use fewer tokens.",
+    recorder = _BlockRecorder(model, attentions, len(blocks), keep)
+    for done in recorder.run(blocks, batch=batch):
+        recorder.done = done
+        report(done, len(blocks))
+    for place in recorder.places.values():
+        if place.name not in recorder.logits:
+            raise LocaterError(
+                f"{place.name} did nothing that could be seen.",
+                hint="of transformers load attn_implementation='sdpa' or 'eager'.",
             )
-        return rows[:, :, 0].cpu()
-
-    def left(place: Place, tokens: Tensor, rows: list[Any]) -> None:
-        if place.name not in seen:
-            return
-        seen[place.name].put(done, len(blocks), keep, tokens.float().cpu(), torch.cat(rows))
-
-    was_training = model.training
-    model.eval()
-    try:
-        for part in blocks.split(batch):
-            watch = Watch(places, names, heard, left)
-            with torch.inference_mode():
-                watch.start(nn.Identity())  # the model's own hooks have yet to run
-                try:
-                    model(part)
-                except (RuntimeError, IndexError, ValueError, TypeError) as error:
-                    reason = str(error).strip().splitlines() or [type(error).__name__]
-                    raise LocaterError(
-                        f"the model fails on blocks of {part.shape[1]} tokens: {reason[0][:200]}",
-                        hint="use fewer tokens than the model has positions, and a model that "
-                        "takes token ids alone.",
-                    ) from error
-                finally:
-                    watch.stop()
-            done += len(part)
-            report(done, len(blocks))
-    finally:
-        model.train(was_training)
-    missing = [name for name, one in seen.items() if one.logits is None]
-    if missing:
-        raise LocaterError(
-            f"{missing[0]} did nothing that could be seen.",
-            hint="of transformers load attn_implementation='sdpa' or 'eager'.",
-        )
     return [
-        AttentionSamples(one, mine.inputs, mine.logits)
+        AttentionSamples(one, recorder.inputs[name], recorder.logits[name])
         for one in attentions
-        if (mine := seen.get(one.layout.name)) and mine.inputs is not None
-        if mine.logits is not None
+        if (name := one.layout.name) in recorder.logits
     ]
 
 
@@ -166,11 +377,17 @@ class RealityConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 < self.estimate < 1 or self.draws < 2 or self.batch < 1:
+        if not 0 < self.estimate < 1:
             raise ConfigError(
-                f"estimate={self.estimate}, draws={self.draws}, batch={self.batch} make no sense.",
-                hint="estimate lies between 0 and 1; draws is 2 or more, batch 1 or more.",
+                f"estimate must lie between 0 and 1, got {self.estimate}.",
+                hint="half of the blocks is a good share.",
             )
+        for name, least in (("draws", 2), ("batch", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(
+                    f"{name} must be {least} or more, got {getattr(self, name)}.",
+                    hint="1000 draws and batches of 16 are usual.",
+                )
         if self.estimate_blocks is not None and self.estimate_blocks < 8:
             raise ConfigError(
                 f"estimate_blocks must be 8 or more, got {self.estimate_blocks}.",
@@ -215,7 +432,7 @@ def against_theory(
     if not readable:
         raise LocaterError(
             "no self-attention of the model has a fixed W_QK.",
-            hint="for models with qk-norm measure alone, with Probe(model).",
+            hint="models with qk-norm are measured by `locater probe`, or Probe(model), alone.",
         )
     samples = collect(
         model,
@@ -244,16 +461,16 @@ def layer_against_theory(samples: AttentionSamples, config: RealityConfig) -> La
     process = TokenProcess.from_samples(inputs, fit="traces")
     heads = SampledHeads.of(form, inputs)
     own, held_out = samples.logits[:used].double(), samples.logits[used:].double()
-    predictions = {
-        name: _timed(make) for name, make in _predictions(form, process, heads, config, generator)
-    }
+    made = predictions(
+        form, process, heads, draws=config.draws, exact=config.exact, generator=generator
+    )
     return LayerReality(
         name=layout.name,
         layer=layout.layer,
         explained=math.nan if process.explained is None else process.explained,
         measured=measure(held_out, f"{layout.name}, measured"),
         in_sample=measure(own, f"{layout.name}, where estimated"),
-        predictions=predictions,
+        predictions=dict(made),
         logit_gap=_logit_gap(heads.logits(), own),
         diagnosis=diagnose(form, process),
         features=_features(heads, inputs, generator),
@@ -323,96 +540,6 @@ def measure(logits: Float[Tensor, "blocks heads tokens"], label: str = "") -> Me
         entropy_bound=entropy_lower_bound(norm, tokens).mean(0),
         gaussian_rho=normal_between(score.mean(0), score.std(0)),
     )
-
-
-Make = Callable[[], Prediction]
-
-
-def _predictions(
-    form: QKForm,
-    process: TokenProcess,
-    heads: SampledHeads,
-    config: RealityConfig,
-    generator: torch.Generator,
-) -> Iterator[tuple[str, Make]]:
-    """From the paper's formula to full moments, each with one more ingredient than the last."""
-    walk = TokenProcess.random_walk(process.tokens)
-    bare = QKForm(form.query, form.key, form.temperature)
-    still = replace(form, rotary=None)
-    yield "printed", lambda: Prediction(propagation(bare, walk, method="as_printed"))
-    yield "walk", lambda: Prediction(propagation(bare, walk))
-    yield "kernel", lambda: _gaussian(bare, replace(process, mean=None), config, generator)
-    yield "means", lambda: _gaussian(still, process, config, generator)
-    if form.rotary is not None:
-        yield "rotary", lambda: _gaussian(form, process, config, generator)
-    if config.exact:
-        yield "exact", lambda: _exact(form, process, config, generator)
-        yield "full_gaussian", lambda: _full(heads, config, None, exact=False)
-    yield "full", lambda: _full(heads, config, generator, exact=config.exact)
-    yield "given_query", lambda: _given_query(heads, config, generator)
-
-
-def _timed(make: Make) -> Prediction:
-    start = time.perf_counter()
-    prediction = make()
-    return replace(prediction, seconds=time.perf_counter() - start)
-
-
-def _gaussian(
-    form: QKForm, process: TokenProcess, config: RealityConfig, generator: torch.Generator
-) -> Prediction:
-    mean, variance = HeadMoments.of(form, process).score().moments()
-    drawn = predicted_attention(form, process, draws=config.draws, generator=generator)
-    tokens = process.tokens
-    return Prediction(
-        propagation(form, process, method="gaussian"),
-        entropy=drawn.entropy,
-        attention=drawn.attention,
-        logit_mean=tokens * mean - 1,
-        logit_variance=tokens**2 * variance,
-    )
-
-
-def _exact(
-    form: QKForm, process: TokenProcess, config: RealityConfig, generator: torch.Generator
-) -> Prediction:
-    drawn = predicted_attention(form, process, law="exact", draws=config.draws, generator=generator)
-    profile = propagation(form, process)
-    return Prediction(profile, entropy=drawn.entropy, attention=drawn.attention)
-
-
-def _full(
-    heads: SampledHeads, config: RealityConfig, generator: torch.Generator | None, *, exact: bool
-) -> Prediction:
-    """With the moments of queries and keys themselves; entropy is drawn with a generator."""
-    score, tokens = heads.score(), heads.tokens
-    mean, variance = score.moments()
-    if exact:
-        rho = score.law().between(0.0, 1.0).view(mean.shape)
-    else:
-        rho = normal_between(mean, variance.clamp_min(0).sqrt())
-    theta = torch.arange(1, tokens + 1, dtype=torch.float64) / tokens
-    profile = Profile(theta=theta, rho=rho, label="full moments")
-    prediction = Prediction(
-        profile, logit_mean=tokens * mean - 1, logit_variance=tokens**2 * variance
-    )
-    if generator is None:
-        return prediction
-    attention = torch.softmax(heads.sample_logits(config.draws, generator), -1)
-    entropy = attention_entropy(attention).mean(0)
-    return replace(prediction, entropy=entropy, attention=attention.mean(0))
-
-
-def _given_query(
-    heads: SampledHeads, config: RealityConfig, generator: torch.Generator
-) -> Prediction:
-    """With queries as they were sampled, and keys that are Gaussian given the query."""
-    theta = torch.arange(1, heads.tokens + 1, dtype=torch.float64) / heads.tokens
-    profile = Profile(theta=theta, rho=heads.rho_given_query(), label="given the query")
-    logits = heads.sample_logits(config.draws, generator, given_query=True)
-    attention = torch.softmax(logits, -1)
-    entropy = attention_entropy(attention).mean(0)
-    return Prediction(profile, entropy=entropy, attention=attention.mean(0))
 
 
 def _logit_gap(

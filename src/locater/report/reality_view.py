@@ -9,7 +9,8 @@ from typing import Any
 import altair as alt
 
 from locater.files import write_file
-from locater.reality.records import COLUMNS, Reality
+from locater.reality.against_theory import Reality
+from locater.reality.theories import COLUMNS
 from locater.report.charts import (
     SCALE,
     rho_axis,

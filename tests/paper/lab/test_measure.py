@@ -1,19 +1,20 @@
-"""What the laboratory measures is what the probe sees, and training does not notice."""
+"""What the laboratory measures is what its model does, and training does not notice."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
-from locater.core.theory import propagation
+from locater.core.process import TokenProcess
+from locater.core.theory import attention_entropy, propagates, propagation
 from locater.models.live import find_attention
 from locater.paper.lab.batches import Batches, generator
 from locater.paper.lab.measure import Meter
 from locater.paper.lab.model import Transformer, TransformerConfig
 from locater.paper.lab.presets import preset_named
 from locater.paper.lab.train import train
-from locater.probe.probe import Probe
 
 TOKENS = torch.randint(20, (2_000,), generator=torch.Generator().manual_seed(0))
 BATCHES = Batches(TOKENS, length=12, batch=64, seed=0)
@@ -29,26 +30,33 @@ def model(request: pytest.FixtureRequest) -> Transformer:
     return found
 
 
-def test_entropy_rho_and_prediction_are_the_probes(model: Transformer) -> None:
+def test_entropy_logits_rank_and_rho_are_those_of_the_dense_attention(model: Transformer) -> None:
     record = Meter(model, BATCHES, BATCHES, torch.device("cpu")).measure(predicts=True)
     inputs, _ = BATCHES.at(0)
-    model.eval()
-    with torch.no_grad(), Probe(model, queries="all") as every:
-        model(inputs)
-    with torch.no_grad(), Probe(model, queries="last") as last:
-        model(inputs)
-    for layer, attention in enumerate(find_attention(model)):
+    shown: list[Tensor] = []
+    for block in model.layers:
+        block.self_attn.register_forward_pre_hook(lambda _, args: shown.append(args[0]))  # type: ignore[operator, union-attr]
+    with torch.no_grad():
+        model.eval()(inputs)
+    for layer, (attention, tokens) in enumerate(zip(find_attention(model), shown, strict=True)):
+        form = attention.form().to(torch.float64)
+        x = tokens.double().detach()
+        assert form.query_bias is not None and form.key_bias is not None
+        query = x @ form.query[0].mT + form.query_bias[0]
+        logits = query @ (x @ form.key[0].mT + form.key_bias[0]).mT / form.temperature
+        if model.config.task == "causal":
+            logits = logits.masked_fill(torch.ones(12, 12, dtype=torch.bool).triu(1), -torch.inf)
         # the record has six digits, three for ρ
-        # the first token has nothing to choose: the probe leaves its entropy of 0 out
-        rows = 11 / 12 if model.config.task == "causal" else 1
-        entropy = rows * every.records[layer].entropy
+        entropy = attention_entropy(logits.softmax(-1)).mean().item()  # 0 for the first token
         assert record["entropy"][layer] == pytest.approx(entropy, rel=1e-5)
-        assert record["max_logit"][layer] == pytest.approx(every.records[layer].max_logit, rel=1e-5)
-        rho = last.records[layer].rho.rho.tolist()
+        assert record["max_logit"][layer] == pytest.approx(logits.amax().item(), rel=1e-5)
+        squares = torch.linalg.svdvals(x).square()
+        rank = (squares.sum(-1) ** 2 / squares.square().sum(-1)).mean().item()
+        assert record["rank"][layer] == pytest.approx(rank, rel=1e-5)
+        rho = propagates(logits[:, -1]).double().mean(0).tolist()
         assert record["rho"][layer] == pytest.approx(rho, abs=5.1e-4)
         assert min(rho) < 0.95  # or nothing would be told apart
-        process = last.process(layer)
-        exact = propagation(attention.form().to(torch.float64), process).rho[0].tolist()
+        exact = propagation(form, TokenProcess.from_samples(x)).rho[0].tolist()
         assert record["predicted_rho"][layer] == pytest.approx(exact, abs=1e-3)
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from statistics import NormalDist
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from locater import ConfigError, LocAteR, LocAteRConfig, find_attention
 from locater.paper.lab.batches import MaskedBatches, Source, load_digits
@@ -25,6 +29,23 @@ def built(seed: int = 0, **settings: object) -> Transformer:
 def tokens(model: Transformer, batch: int = 3, seed: int = 1) -> Tensor:
     shape = batch, model.config.length
     return torch.randint(50, shape, generator=torch.Generator().manual_seed(seed))
+
+
+@contextmanager
+def fused_calls() -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Queries and keys of every fused attention, in the order of the calls."""
+    calls: list[tuple[Tensor, Tensor]] = []
+
+    class Notes(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is functional.scaled_dot_product_attention:
+                calls.append(args[:2])
+            return func(*args, **(kwargs or {}))
+
+    with Notes():
+        yield calls
 
 
 def plain_forward(weights: dict[str, Tensor], ids: Tensor, *, heads: int, norm: str) -> Tensor:
@@ -203,16 +224,15 @@ def test_locater_finds_the_forms_that_the_model_computes_with(
     qk: str, heads: int, qk_bias: bool
 ) -> None:
     model = built(qk=qk, heads=heads, layers=2, qk_bias=qk_bias, norm="pre").eval()
-    seen: list[tuple[Tensor, Tensor]] = []
     inputs: list[Tensor] = []
     attention = model.get_submodule("layers.1.self_attn")
-    attention.watchers.append(lambda query, key: seen.append((query, key)))  # type: ignore[union-attr]
     attention.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
-    model(tokens(model))
+    with fused_calls() as calls:
+        model(tokens(model))
     found = find_attention(model)
     assert [one.layout.name for one in found] == ["layers.0.self_attn", "layers.1.self_attn"]
     assert found[0].layout.temperature == pytest.approx((16 / heads) ** 0.5)
-    query, key = seen[0]
+    query, key = calls[1]
     x = inputs[0]
     w_query = found[1].query_weight()
     w_key = found[1].key_weight().expand_as(w_query)
@@ -363,17 +383,15 @@ def test_the_modern_model_is_llama() -> None:
 def test_the_modern_models_forms_give_its_logits() -> None:
     """Shared keys and rotary positions, found by the same recipes as anybody's model."""
     model = Transformer(TransformerConfig(**MODERN), torch.Generator().manual_seed(0)).eval()  # type: ignore[arg-type]
-    seen: list[tuple[Tensor, Tensor]] = []
     attention = model.layers[0].self_attn
-    attention.watchers.append(lambda query, key: seen.append((query, key)))
     shown = torch.randn(1, 12, 16, generator=torch.Generator().manual_seed(3))
-    with torch.no_grad():
+    with torch.no_grad(), fused_calls() as calls:
         attention(shown)
         live, *_ = find_attention(model)
         form = live.form()
     assert (live.layout.heads, live.layout.kv_heads) == (4, 2)
     assert form.rotary is not None
-    ((query, key),) = seen
+    ((query, key),) = calls
     theirs = (query @ key.mT * attention.scaling)[0]
     for at, by in ((11, 3), (5, 5), (7, 0)):
         asking = form.rotary.turn(

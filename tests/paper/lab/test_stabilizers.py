@@ -33,25 +33,33 @@ def train(model: Transformer, handle: object, steps: int) -> None:
 
 
 def largest_logits(model: Transformer) -> list[Tensor]:
-    """Each layer's largest logit by head, over what the mask lets through."""
+    """Each layer's largest logit by head, over what the mask lets through, from q, k and norms."""
     found: list[Tensor] = []
-    handles = []
-    for attention in attentions(model):
-
-        def watch(query: Tensor, key: Tensor, attention: Attention = attention) -> None:
-            logits = query @ key.mT * attention.scaling
-            if attention.is_causal:
-                seen = torch.ones(12, 12, dtype=torch.bool).tril()
-                logits = torch.where(seen, logits, -torch.inf)
-            found.append(logits.detach().amax(dim=(0, 2, 3)))
-
-        attention.watchers.append(watch)
-        handles.append((attention, watch))
+    handles = [
+        attention.register_forward_pre_hook(lambda own, args: found.append(_dense(own, *args)))
+        for attention in attentions(model)
+    ]
     with torch.no_grad():
         model(tokens())
-    for attention, watch in handles:
-        attention.watchers.remove(watch)
+    for handle in handles:
+        handle.remove()
     return found
+
+
+def _dense(attention: nn.Module, hidden: Tensor) -> Tensor:
+    assert isinstance(attention, Attention)
+    query, key = (
+        norm(side(hidden).unflatten(2, (-1, attention.head_dim)).transpose(1, 2))
+        for side, norm in (
+            (attention.q_proj, attention.q_norm),
+            (attention.k_proj, attention.k_norm),
+        )
+    )
+    logits = query @ key.mT * attention.scaling
+    if attention.is_causal:
+        visible = torch.ones(12, 12, dtype=torch.bool).tril()
+        logits = torch.where(visible, logits, -torch.inf)
+    return logits.amax(dim=(0, 2, 3))
 
 
 def attentions(model: Transformer) -> list[Attention]:

@@ -1,64 +1,25 @@
-"""What is measured in training: losses, eigenspectrum, entropy, ρ by position, token rank."""
+"""What is measured in training: losses, eigenspectra, and what a probe sees of attention."""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from statistics import fmean as mean
 from typing import Any
 
 import torch
-from jaxtyping import Float
-from torch import Tensor, nn
+from torch import nn
 
-from locater.core.process import TokenProcess
-from locater.core.theory import attention_entropy, propagates, propagation
+from locater.core.theory import propagation
 from locater.engines import one_thread
 from locater.models.live import find_attention
 from locater.paper.lab.batches import IGNORED, Source
 from locater.paper.lab.model import Attention, Transformer
 from locater.paper.lab.run import Record, rounded
-
-
-@dataclass(eq=False)
-class _Layer:
-    """What one attention did with one batch."""
-
-    tokens: Tensor
-    logits: Float[Tensor, "batch heads query key"]
-    is_causal: bool
-
-    @property
-    def seen(self) -> Float[Tensor, "batch heads query key"]:
-        """The logits that the softmax sees."""
-        if not self.is_causal:
-            return self.logits
-        size = self.logits.shape[-1]
-        future = torch.ones(size, size, dtype=torch.bool, device=self.logits.device).triu(1)
-        return self.logits.masked_fill(future, -math.inf)
-
-    @property
-    def entropy(self) -> float:
-        """Attention entropy in nats, averaged over all queries."""
-        return attention_entropy(self.seen.softmax(-1)).mean().item()
-
-    @property
-    def max_logit(self) -> float:
-        """The largest logit of all."""
-        return self.seen.amax().item()
-
-    @property
-    def rho(self) -> list[float]:
-        """How often each token's gate is open, for the last token's query."""
-        return propagates(self.logits[:, :, -1]).float().mean((0, 1)).tolist()
-
-    @property
-    def rank(self) -> float:
-        """(Σs²)²/Σs⁴ of each sequence's tokens, their singular values s: 1 after a collapse."""
-        gram = self.tokens.double() @ self.tokens.double().mT
-        trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
-        return (trace.square() / gram.square().sum((-2, -1))).mean().item()
+from locater.probe.probe import MeasuredHead, Probe
 
 
 @dataclass(eq=False)
@@ -75,7 +36,6 @@ class Meter:
     whole: Source
     """All of valid: for the share of pictures that are told right."""
     device: torch.device
-    _layers: list[_Layer] = field(default_factory=list)
 
     @torch.no_grad()
     def loss(self, source: Source) -> float:
@@ -86,20 +46,19 @@ class Meter:
     @torch.no_grad()
     def measure(self, *, predicts: bool = False) -> Record:
         """One record of the model as it is now, in evaluation mode."""
+        keep = sys.maxsize if predicts else 0
+        probe = Probe(self.model, queries="all", keep=keep, strict=False)
         with self._evaluating():
-            with self._watching():
+            with probe:
                 record: Record = {"valid_loss": self._loss(self.valid, 1)}
             if not math.isfinite(record["valid_loss"]):
                 return rounded(record)  # nothing else is a number either
             if self.model.config.task == "vision":
                 record["accuracy"] = self._accuracy()
             record.update(self._spectra(with_eigenvalues=predicts))
-            record["entropy"] = [layer.entropy for layer in self._layers]
-            record["max_logit"] = [layer.max_logit for layer in self._layers]
-            record["rank"] = [layer.rank for layer in self._layers]
-            record["rho"] = rounded([layer.rho for layer in self._layers], 3)
+            record.update(_attention(probe))
             if predicts and not self._is_bent():
-                record["predicted_rho"] = rounded(self._predicted(), 3)
+                record["predicted_rho"] = rounded(self._predicted(probe), 3)
             return rounded(record)
 
     @contextmanager
@@ -109,7 +68,6 @@ class Meter:
         try:
             yield
         finally:
-            self._layers.clear()
             self.model.train(was_training)
 
     def _loss(self, source: Source, steps: int) -> float:
@@ -155,46 +113,29 @@ class Meter:
             for one in attentions
         )
 
-    def _predicted(self) -> list[list[float]]:
+    def _predicted(self, probe: Probe) -> list[list[float]]:
         """ρ of every layer, exact, for Gaussian tokens with the moments of those measured."""
         with one_thread():
             return [
                 propagation(
                     attention.form().to(torch.float64, torch.device("cpu")),
-                    TokenProcess.from_samples(layer.tokens.double().cpu()),
+                    probe.process(attention.layout.name),
                 )
                 .rho.mean(0)
                 .tolist()
-                for attention, layer in zip(find_attention(self.model), self._layers, strict=True)
+                for attention in find_attention(self.model)
             ]
 
-    @contextmanager
-    def _watching(self) -> Iterator[None]:
-        """Note tokens, queries and keys of every attention in the forward passes within."""
-        undo = []
-        for module in self.model.modules():
-            if isinstance(module, Attention):
-                seen: list[Tensor] = []
 
-                def enter(
-                    _: nn.Module, args: tuple[Tensor, ...], seen: list[Tensor] = seen
-                ) -> None:
-                    seen[:] = args
-
-                def watch(
-                    query: Tensor,
-                    key: Tensor,
-                    seen: list[Tensor] = seen,
-                    module: Attention = module,
-                ) -> None:
-                    logits = module.logits(query, key)
-                    self._layers.append(_Layer(seen[0], logits, module.is_causal))
-
-                undo.append((module, module.register_forward_pre_hook(enter), watch))
-                module.watchers.append(watch)
-        try:
-            yield
-        finally:
-            for module, handle, watch in undo:
-                handle.remove()
-                module.watchers.remove(watch)
+def _attention(probe: Probe) -> Record:
+    """What a probe saw, one number or profile per layer: the average over its heads."""
+    layers: dict[str, list[MeasuredHead]] = {}
+    for head in probe.records:
+        layers.setdefault(head.name, []).append(head)
+    rho = [torch.stack([head.last_rho.rho for head in heads]) for heads in layers.values()]
+    return {
+        "entropy": [mean(head.entropy_per_query for head in heads) for heads in layers.values()],
+        "max_logit": [max(head.max_logit for head in heads) for heads in layers.values()],
+        "rank": [rank.effective_rank for rank in probe.rank],
+        "rho": rounded([one.mean(0).tolist() for one in rho], 3),
+    }

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args, get_type_hints
 
@@ -26,7 +25,6 @@ Positions = Literal["sinusoidal", "rotary"]
 Activation = Literal["relu", "swiglu"]
 Task = Literal["causal", "masked", "vision"]
 QK = Literal["factored", "joint"]
-Watcher = Callable[[Tensor, Tensor], None]
 ROPE_THETA = 10_000.0
 _FIRST_POSITION = 2  # fairseq counts positions from its padding index, 1, plus one
 
@@ -142,7 +140,7 @@ class TransformerConfig(Shape):
 
 
 class Attention(nn.Module):
-    """Self-attention; `watchers` are shown its queries and keys as (batch, heads, length, head)."""
+    """Self-attention, fused unless its logits are capped."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -162,7 +160,6 @@ class Attention(nn.Module):
         self.head_dim = self.q_proj.out_features // self.num_heads
         self.soft_cap: float | None = None
         """Bounds the logits by cap · tanh(logit / cap), where it is given."""
-        self.watchers: list[Watcher] = []
 
     def forward(self, hidden: Float[Tensor, "batch length model"]) -> Tensor:
         """Mix the tokens of each sequence."""
@@ -174,25 +171,18 @@ class Attention(nn.Module):
         if key.shape[1] != query.shape[1]:  # shared by several heads; of a joint W_QK by all
             key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
             value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
-        for watch in self.watchers:
-            watch(query, key)
         if self.soft_cap is None:
             mixed = functional.scaled_dot_product_attention(
                 query, key, value, is_causal=self.is_causal, scale=self.scaling
             )
         else:
-            logits = self.logits(query, key)
+            logits = query @ key.mT * self.scaling
+            logits = self.soft_cap * torch.tanh(logits / self.soft_cap)
             if self.is_causal:
                 future = torch.ones_like(logits[0, 0], dtype=torch.bool).triu(1)
                 logits = logits.masked_fill(future, -math.inf)
             mixed = logits.softmax(-1).to(value.dtype) @ value
         return self.out_proj(mixed.transpose(1, 2).flatten(2))
-
-    def logits(self, query: Tensor, key: Tensor) -> Tensor:
-        """What enters the softmax, before any mask."""
-        logits = query @ key.mT * self.scaling
-        cap = self.soft_cap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def _split(self, rows: Tensor, size: int) -> Tensor:
         return rows.unflatten(2, (-1, size)).transpose(1, 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal, get_args
 
 import torch
@@ -11,7 +10,10 @@ from torch import Tensor, distributed, nn
 from torch.nn.utils import parametrize
 
 from locater.errors import ConfigError, InputError
+from locater.models.live import find_attention
 from locater.paper.lab.model import Attention
+from locater.probe.rows import Logits, largest_logits
+from locater.probe.watch import Place, Recorder
 
 Stabilizer = Literal["none", "sigma-reparam", "qk-norm", "qk-clip", "soft-cap", "qk-weight-decay"]
 STABILIZERS: tuple[Stabilizer, ...] = get_args(Stabilizer)
@@ -63,7 +65,7 @@ def apply_stabilizer(
         for attention in attentions:
             attention.soft_cap = max_logit
     if name == "qk-clip":
-        return _Clip(attentions, max_logit)
+        return _Clip(model, max_logit)
     if name == "qk-weight-decay":
         return _Decay(attentions, decay, learning_rate)
     return Stabilized()
@@ -123,35 +125,34 @@ def _normalize(attention: Attention) -> None:
         setattr(attention, side, norm)
 
 
+class _LargestLogits(Recorder):
+    """Each attention's largest logit by head, over the training passes since it was cleared."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, find_attention(model))
+        self.found: dict[nn.Module, Tensor] = {}
+        self._modules = {place.name: module for module, place in self.places.items()}
+
+    def pass_begins(self) -> bool:
+        return self.model.training
+
+    def attention_called(self, place: Place, logits: Logits) -> None:
+        module, largest = self._modules[place.name], largest_logits(logits)
+        self.found[module] = torch.maximum(largest, self.found.get(module, largest))
+
+
 class _Clip(Stabilized):
-    def __init__(self, attentions: list[Attention], max_logit: float) -> None:
-        self.attentions, self.max_logit = attentions, max_logit
-        self.seen: dict[int, Tensor] = {}
-        for place, attention in enumerate(attentions):
-            attention.watchers.append(self._watcher(place, attention))
-
-    def _watcher(self, place: int, attention: Attention) -> Callable[[Tensor, Tensor], None]:
-        @torch.no_grad()
-        def watch(query: Tensor, key: Tensor) -> None:
-            if not attention.training:
-                return
-            logits = query @ key.mT * attention.scaling
-            if attention.is_causal:
-                hidden = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device)
-                logits.masked_fill_(hidden.triu(1), -torch.inf)
-            largest = logits.amax(dim=(0, 2, 3))
-            before = self.seen.get(place)
-            self.seen[place] = largest if before is None else torch.maximum(before, largest)
-
-        return watch
+    def __init__(self, model: nn.Module, max_logit: float) -> None:
+        self.max_logit, self.largest = max_logit, _LargestLogits(model)
+        self.largest.attach()
 
     @torch.no_grad()
     def after_step(self) -> None:
-        for place, largest in self.seen.items():
+        for attention, largest in self.largest.found.items():
+            assert isinstance(attention, Attention)
             if distributed.is_available() and distributed.is_initialized():
                 distributed.all_reduce(largest, distributed.ReduceOp.MAX)
             factor = (self.max_logit / largest.clamp(min=self.max_logit)).sqrt()
-            attention = self.attentions[place]
             is_joint = not attention.k_proj.weight.requires_grad
             for side in (attention.q_proj,) if is_joint else (attention.q_proj, attention.k_proj):
                 rows = (factor.square() if is_joint else factor).repeat_interleave(
@@ -160,7 +161,7 @@ class _Clip(Stabilized):
                 side.weight.mul_(rows[:, None].to(side.weight.dtype))
                 if side.bias is not None:
                     side.bias.mul_(rows.to(side.bias.dtype))
-        self.seen.clear()
+        self.largest.found.clear()
 
 
 class _Decay(Stabilized):

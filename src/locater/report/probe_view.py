@@ -1,0 +1,144 @@
+"""What a probe measured on a text: tables, a map of the heads, and a page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from locater.files import write_file
+
+Record = dict[str, Any]
+
+HEADS = ("layer", "head", "entropy", "of ln T", "ρ", "max logit", "first", "distance")
+"""Of a head: ρ is how often a token's gradient passes the softmax, "first" the attention on the
+first key, the distance that to the keys it looks at."""
+LAYERS = ("layer", "similarity", "effective rank", "residual")
+
+
+def head_rows(heads: Sequence[Record]) -> list[tuple[str, ...]]:
+    """The heads as words, the lowest share of the largest entropy first."""
+    return [
+        (
+            _name(head),
+            str(head["head"]),
+            _number(head["entropy"], 3),
+            _number(_share(head), 3),
+            _number(_rho(head), 3),
+            _number(head["max_logit"], 1),
+            _number(head["sink_mass"], 3),
+            _number(head["distance"], 1),
+        )
+        for head in sorted(heads, key=_share)
+    ]
+
+
+def layer_rows(layers: Sequence[Record]) -> list[tuple[str, ...]]:
+    """What enters each attention, as words."""
+    return [
+        (
+            _name(layer),
+            _number(layer["similarity"], 3),
+            _number(layer["effective_rank"], 2),
+            _number(layer["residual"], 3),
+        )
+        for layer in layers
+    ]
+
+
+def _name(record: Record) -> str:
+    return record["name"] if record["layer"] is None else str(record["layer"])
+
+
+def _share(head: Record) -> float:
+    """Entropy as a share of that of uniform attention."""
+    entropy, most = head["entropy"], head["max_entropy"]
+    return math.nan if entropy is None or not most else entropy / most
+
+
+def _rho(head: Record) -> float | None:
+    """ρ of the last query, averaged over the keys that it sees."""
+    known = [value for value in head["last_rho"] if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None or math.isnan(value) else f"{value:.{digits}f}"
+
+
+MAPS = {
+    "share": "entropy / ln T",
+    "rho": "ρ of the last query",
+    "sink_mass": "attention on the first key",
+}
+
+
+def probe_map(heads: Sequence[Record], *, title: str = "") -> Any:
+    """Layers × heads in three maps: how sharp, how trainable, how much on the first key."""
+    import altair as alt
+
+    records = [
+        {
+            "layer": _name(head),
+            "head": head["head"],
+            "share": _share(head),
+            "rho": _rho(head),
+            "sink_mass": head["sink_mass"],
+        }
+        for head in heads
+    ]
+    order = list(dict.fromkeys(record["layer"] for record in records))
+    base = alt.Chart(alt.Data(values=records), width=alt.Step(18), height=alt.Step(18))
+    panels = [
+        base.mark_rect()
+        .encode(
+            x=alt.X("head:O", axis=alt.Axis(labelAngle=0, labelOverlap=True)),
+            y=alt.Y("layer:O", sort=order),
+            color=alt.Color(
+                f"{column}:Q", title=None, scale=alt.Scale(scheme="viridis", domain=[0, 1])
+            ),
+            tooltip=["layer:N", "head:O", *(alt.Tooltip(f"{one}:Q", format=".3f") for one in MAPS)],
+        )
+        .properties(title=words, description=f"A map of {len(records)} heads by {words}.")
+        for column, words in MAPS.items()
+    ]
+    return alt.hconcat(*panels, title=title)
+
+
+def save_probe(data: Record, path: Path, *, title: str) -> Path:
+    """Write a page (.html) with maps and tables, or the maps alone as a figure."""
+    from locater.report.charts import save_chart, specification
+    from locater.report.page import Section, render_page
+    from locater.report.tables import markdown_table, plain_markdown
+
+    maps = probe_map(data["heads"], title=title)
+    if path.suffix != ".html":
+        return save_chart(maps, path)
+
+    alarms = "\n".join(f"- {plain_markdown(one['message'])}" for one in data["alarms"])
+    sections = [
+        Section(
+            key="maps",
+            title="What the heads do",
+            chart=specification(maps),
+            caption="Entropy as a share of uniform attention's, ρ (how often a token's gradient "
+            "passes the softmax) of the last query, and attention on the first key.",
+        ),
+        Section(
+            key="heads",
+            title="Heads",
+            text=markdown_table(head_rows(data["heads"]), HEADS, is_plain=True),
+        ),
+        Section(
+            key="layers",
+            title="Tokens that enter each layer",
+            text=markdown_table(layer_rows(data["layers"]), LAYERS, is_plain=True),
+        ),
+        Section(key="alarms", title="Alarms", text=alarms or "None of the rules fired."),
+    ]
+    intro = (
+        f"{len(data['heads'])} heads on {data['blocks']} blocks of {data['tokens']} tokens, "
+        "measured on the model's own attention. `locater explain` holds them against the theory."
+    )
+    return write_file(path, render_page(f"Probe: {title}", sections, intro=intro))
