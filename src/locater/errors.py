@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class LocaterError(Exception):
     """Something the caller can mend; `hint` says how."""
@@ -30,3 +32,8 @@ class MissingExtraError(LocaterError):
         super().__init__(
             f"{package} is not installed.", hint=f"run: pip install 'locater[{extra}]'"
         )
+
+
+def unknown(what: str, value: object, choices: Iterable[str]) -> ConfigError:
+    """The error for a name that is none of the choices: raise unknown("process", name, names)."""
+    return ConfigError(f"unknown {what} {value!r}.", hint=f"choose one of: {', '.join(choices)}.")
