@@ -19,15 +19,13 @@ from torch import Tensor, nn
 from locater.core.bounds import entropy_lower_bound
 from locater.core.diagnosis import diagnose
 from locater.core.form import QKForm
-from locater.core.full_moments import SampledHeads
 from locater.core.gaussianity import Gaussianity, gaussianity, random_projections
 from locater.core.process import TokenProcess
-from locater.core.score import HeadMoments
+from locater.core.score import HeadMoments, SampledHeads, normal_between
 from locater.core.theory import (
     Profile,
     attention_entropy,
     linearized_softmax,
-    normal_between,
     predicted_attention,
     propagation,
 )
@@ -305,15 +303,9 @@ def measure(logits: Float[Tensor, "blocks heads tokens"], label: str = "") -> Me
     spread = centered - centered.mean(0)
     variance = spread.square().mean(0)
     safe = variance.clamp_min(1e-300)
-    theta = torch.arange(1, tokens + 1, dtype=torch.float64) / tokens
+    error = (rho * (1 - rho) / blocks).sqrt()
     return Measured(
-        profile=Profile(
-            theta=theta,
-            rho=rho,
-            source="measured",
-            standard_error=(rho * (1 - rho) / blocks).sqrt(),
-            label=label,
-        ),
+        profile=Profile.by_token(rho, label, source="measured", standard_error=error),
         entropy=entropy.mean(0),
         entropy_error=entropy.std(0) / math.sqrt(blocks),
         attention=attention.mean(0),
@@ -321,7 +313,7 @@ def measure(logits: Float[Tensor, "blocks heads tokens"], label: str = "") -> Me
         logit_variance=variance * blocks / (blocks - 1),
         logit_kurtosis=(spread.pow(4).mean(0) / safe.square() - 3).mean(-1),
         entropy_bound=entropy_lower_bound(norm, tokens).mean(0),
-        gaussian_rho=normal_between(score.mean(0), score.std(0)),
+        gaussian_rho=normal_between(score.mean(0), score.var(0)),
     )
 
 
@@ -387,12 +379,8 @@ def _full(
     """With the moments of queries and keys themselves; entropy is drawn with a generator."""
     score, tokens = heads.score(), heads.tokens
     mean, variance = score.moments()
-    if exact:
-        rho = score.law().between(0.0, 1.0).view(mean.shape)
-    else:
-        rho = normal_between(mean, variance.clamp_min(0).sqrt())
-    theta = torch.arange(1, tokens + 1, dtype=torch.float64) / tokens
-    profile = Profile(theta=theta, rho=rho, label="full moments")
+    rho = score.rho("exact" if exact else "gaussian")
+    profile = Profile.by_token(rho, "full moments")
     prediction = Prediction(
         profile, logit_mean=tokens * mean - 1, logit_variance=tokens**2 * variance
     )
@@ -407,8 +395,7 @@ def _given_query(
     heads: SampledHeads, config: RealityConfig, generator: torch.Generator
 ) -> Prediction:
     """With queries as they were sampled, and keys that are Gaussian given the query."""
-    theta = torch.arange(1, heads.tokens + 1, dtype=torch.float64) / heads.tokens
-    profile = Profile(theta=theta, rho=heads.rho_given_query(), label="given the query")
+    profile = Profile.by_token(heads.rho_given_query(), "given the query")
     logits = heads.sample_logits(config.draws, generator, given_query=True)
     attention = torch.softmax(logits, -1)
     entropy = attention_entropy(attention).mean(0)
