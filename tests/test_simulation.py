@@ -507,7 +507,9 @@ def test_settings_that_make_no_sense_are_refused(
 
 
 def test_a_preset_that_does_not_exist_is_refused(unchecked: None) -> None:
-    with pytest.raises(ConfigError, match=r"unknown preset 'fig6'.\nhint: use one of: fig5, fig5"):
+    with pytest.raises(
+        ConfigError, match=r"unknown preset 'fig6'.\nhint: choose one of: fig5, fig5"
+    ):
         preset("fig6")  # type: ignore[arg-type]
 
 
@@ -572,7 +574,7 @@ def test_a_store_that_cannot_be_written_is_reported_before_any_work(
 def test_a_full_disk_loses_nothing_that_was_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    room = 3  # the settings and two units
+    room = 6  # the settings and two units, each with its folder
 
     def sync(_: int) -> None:
         nonlocal room

@@ -23,14 +23,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater.core.form import QKForm, covariance_root, semidefinite_root
-from locater.core.process import TokenProcess, centered_kernel
-from locater.core.theory import Profile, propagates, propagation
+from locater.core.process import ProcessName, TokenProcess, centered_kernel
+from locater.core.theory import Profile, is_on, propagates, propagation
 from locater.engines import Engine, one_thread, run_units
-from locater.errors import ConfigError
+from locater.errors import ConfigError, unknown
 from locater.files import write_file
 
 Estimator = Literal["conditional", "count"]
-ProcessName = Literal["random-walk", "autoregressive", "independent"]
 CovarianceName = Literal["isotropic", "anisotropic"]
 FormName = Literal["symmetric", "asymmetric"]
 Preset = Literal["fig5", "fig5-precise"]
@@ -81,10 +80,7 @@ class SimulateConfig:
                  "estimator": Estimator}  # fmt: skip
         for name, kind in kinds.items():
             if getattr(self, name) not in get_args(kind):
-                raise ConfigError(
-                    f"unknown {name} {getattr(self, name)!r}.",
-                    hint="choose one of: " + ", ".join(get_args(kind)) + ".",
-                )
+                raise unknown(name, getattr(self, name), get_args(kind))
         if not self.pairs or not all(0 <= s < math.inf and math.isfinite(m) for m, s in self.pairs):
             raise ConfigError(
                 f"pairs must be (mean, scale) with scales of zero or more, got {self.pairs}.",
@@ -109,11 +105,7 @@ class SimulateConfig:
             uniform = torch.rand(self.model, self.model, generator=generator, dtype=torch.float64)
             root = 5 * uniform - 2.5
             covariance = root.mT @ root / self.model
-        if self.process == "autoregressive":
-            return TokenProcess.autoregressive(self.tokens, self.phi, covariance=covariance)
-        is_walk = self.process == "random-walk"
-        make = TokenProcess.random_walk if is_walk else TokenProcess.independent
-        return make(self.tokens, covariance=covariance)
+        return TokenProcess.named(self.process, self.tokens, phi=self.phi, covariance=covariance)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -148,7 +140,7 @@ class UnitResult:
         for name in _SOURCES if data["exact"] else _SOURCES[:2]:
             rho = torch.tensor(data[name], dtype=torch.float64)
             error = None if name == "exact" else data[f"{name}_error"]
-            profiles[name] = labeled_profile(name, rho, error and rho.new_tensor(error))
+            profiles[name] = _profile(name, rho, error and rho.new_tensor(error))
         return cls(**{name: data[name] for name in _SCALARS}, **profiles)
 
 
@@ -200,7 +192,7 @@ class Simulation:
             units = self.of_pair(mean, scale)
             best = self.mean_profile(mean, scale, "exact" if self.config.exact else None)
             entropy, entropy_error = self.mean_entropy(mean, scale)
-            on = (best.rho >= best.peak / 2).nonzero()[:, 0] + 1
+            on = is_on(best.rho).nonzero()[:, 0] + 1
             row = {
                 "mean": mean,
                 "scale": scale,
@@ -227,9 +219,7 @@ def preset(name: Preset) -> dict[str, SimulateConfig]:
     `fig5` has the paper's 300 sequences, `fig5-precise` 100,000.
     """
     if name not in get_args(Preset):
-        raise ConfigError(
-            f"unknown preset {name!r}.", hint="use one of: " + ", ".join(get_args(Preset)) + "."
-        )
+        raise unknown("preset", name, get_args(Preset))
     base = SimulateConfig(sequences=300 if name == "fig5" else 100_000)
     return {
         "random walk, Σ = I": base,
@@ -238,13 +228,6 @@ def preset(name: Preset) -> dict[str, SimulateConfig]:
         "independent tokens": replace(base, process="independent"),
         "random walk, asymmetric W_QK": replace(base, form="asymmetric"),
     }
-
-
-def labeled_profile(label: str, rho: Tensor, error: Tensor | None) -> Profile:
-    """ρ by position; sampled where it has an error, theory where it has none."""
-    theta = torch.arange(1, len(rho) + 1, dtype=torch.float64) / len(rho)
-    source: Any = "theory" if error is None else "simulated"
-    return Profile(theta=theta, rho=rho, source=source, standard_error=error, label=label)
 
 
 def generator_of(config: SimulateConfig, name: str) -> torch.Generator:
@@ -321,8 +304,8 @@ def run_unit(plan: _Plan, index: int) -> UnitResult:
         draw=index % config.draws,
         xi=((white.sum() if white.ndim == 1 else white.trace()) / size).item(),
         eta=size / temperature,
-        count=labeled_profile("count", average[:tokens], error[:tokens]),
-        conditional=labeled_profile("conditional", average[tokens:-1], error[tokens:-1]),
+        count=_profile("count", average[:tokens], error[:tokens]),
+        conditional=_profile("conditional", average[tokens:-1], error[tokens:-1]),
         exact=exact,
         entropy=average[-1].item(),
         entropy_error=error[-1].item(),
@@ -419,6 +402,12 @@ class _Plan:
             logits, middle = logits + shift, middle + shift / tokens
         width = math.sqrt(2) * self.free * norm
         return logits, (torch.erf(middle / width) + torch.erf((1 - middle) / width)) / 2
+
+
+def _profile(label: str, rho: Tensor, error: Tensor | None) -> Profile:
+    """ρ by position; sampled where it has an error, theory where it has none."""
+    source: Any = "theory" if error is None else "simulated"
+    return Profile.by_token(rho, label, source=source, standard_error=error)
 
 
 def _paths(store: Path, plan: _Plan) -> list[Path]:

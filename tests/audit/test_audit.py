@@ -22,10 +22,12 @@ from locater import (
     predicted_attention,
     propagation,
 )
-from locater.audit import Audit, HeadRecord, audit_checkpoint, audit_model, named_process
-from locater.audit.heads import Grams, LogitDraws, null_of, rho_profile, spectral_columns
+from locater.audit import Audit, AuditConfig, HeadRecord, audit_checkpoint, audit_model
+from locater.audit.audit import AuditKeywords
+from locater.audit.draws import entropy_columns, null_of
 from locater.audit.layers import Layers
 from locater.audit.table import judge
+from locater.core.score import HeadMoments, LogitDraws
 from locater.errors import ConfigError, InputError, LocaterError
 from locater.models.live import discover, find_attention
 from locater.models.norms import norms
@@ -215,7 +217,7 @@ def some_process(tokens: int = 12, *, mean: bool = False, sigma: bool = False) -
     root = torch.randn(10, 10, generator=generator, dtype=torch.float64) / 3
     covariance = root @ root.mT + torch.eye(10, dtype=torch.float64) if sigma else None
     means = torch.randn(tokens, 10, generator=generator, dtype=torch.float64) if mean else None
-    kernel = named_process("unit-walk", tokens).kernel
+    kernel = TokenProcess.named("unit-walk", tokens).kernel
     return TokenProcess(kernel, covariance, means)
 
 
@@ -231,11 +233,10 @@ CASES = [
 @pytest.mark.parametrize("method", ["gaussian", "exact"])
 def test_rho_is_that_of_the_theory(case: int, method: str) -> None:
     form, process = CASES[case]
-    grams = Grams.of(form, process.covariance)
-    moments = grams.moments(form, process, is_cross=False)
-    ours = rho_profile(moments, method=method)  # type: ignore[arg-type]
+    spectrum = form.spectrum(process.covariance, share=1)
+    ours = HeadMoments.of(form, process, spectrum=spectrum).rho(method)  # type: ignore[arg-type]
     theirs = propagation(form, process, method=method)  # type: ignore[arg-type]
-    torch.testing.assert_close(ours.rho, theirs.rho, rtol=0, atol=1e-9)
+    torch.testing.assert_close(ours, theirs.rho, rtol=0, atol=1e-9)
 
 
 Z_LIMIT = NormalDist().inv_cdf(1 - 1e-6 / (2 * 12))  # 1 false alarm in 10⁶, 4 cases of 3 heads
@@ -245,8 +246,9 @@ Z_LIMIT = NormalDist().inv_cdf(1 - 1e-6 / (2 * 12))  # 1 false alarm in 10⁶, 4
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_entropy_is_that_of_drawn_tokens(case: int) -> None:
     form, process = CASES[case]
-    moments = Grams.of(form, process.covariance).moments(form, process, is_cross=False)
-    entropy, error, bound = LogitDraws.of(process, draws=4000).entropy(moments)
+    draws = LogitDraws.of(process, 4000, torch.Generator().manual_seed(0))
+    columns = entropy_columns(draws, HeadMoments.of(form, process))
+    entropy, error, bound, _ = columns.values()
     tokens = process.sample(4000, model=10, generator=torch.Generator().manual_seed(3))
     query = tokens[:, None, -1:] @ form.query.mT
     query = query if form.query_bias is None else query + form.query_bias[:, None]
@@ -259,21 +261,17 @@ def test_entropy_is_that_of_drawn_tokens(case: int) -> None:
     assert (bound <= entropy).all() and (bound > 0).all()
     assert (deviation < 0.05).all()  # the resolution, in nats
     # a twin: tokens of twice the size have another entropy
-    other = Grams.of(form, process.covariance)
     doubled = dataclasses.replace(form, temperature=form.temperature / 2)
-    louder, _, _ = LogitDraws.of(process, draws=4000).entropy(
-        other.moments(doubled, process, is_cross=False)
-    )
+    louder = entropy_columns(draws, HeadMoments.of(doubled, process))["entropy"]
     assert ((louder - sample.mean(0)).abs() > Z_LIMIT * deviation).any()
 
 
 def test_cross_attention_asks_with_tokens_of_its_own() -> None:
     form, process = CASES[0]
-    moments = Grams.of(form).moments(form, process, is_cross=True)
-    rho = rho_profile(moments, method="gaussian").rho
+    rho = HeadMoments.of(form, process, is_cross=True).rho("gaussian")
     assert rho[:, 0].allclose(rho[:, -1])  # no token is the query's own
-    self_rho = rho_profile(Grams.of(form).moments(form, process, is_cross=False), method="gaussian")
-    assert not self_rho.rho[:, 0].allclose(self_rho.rho[:, -1])
+    self_rho = HeadMoments.of(form, process).rho("gaussian")
+    assert not self_rho[:, 0].allclose(self_rho[:, -1])
 
 
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
@@ -283,12 +281,21 @@ def test_an_offset_turns_the_keys(layout: str) -> None:
     ask = rotary.turn(form.query.mT, rotary.phases(torch.tensor(8.0).double())).mT
     answer = rotary.turn(form.key.mT, rotary.phases(torch.tensor(5.0).double())).mT
     dense = ask.mT @ answer  # a query at 8 and a key at 5
-    columns = spectral_columns(Grams.of(form, offset=3), 2.0, eigenvalues=True)
+    spectrum = form.at_offset(3).spectrum()
     trace = dense.diagonal(dim1=-2, dim2=-1).sum(-1)
-    torch.testing.assert_close(columns["trace"], trace)
-    torch.testing.assert_close(columns["frobenius_squared"], dense.square().sum((-2, -1)))
-    torch.testing.assert_close(columns["singular_values"], torch.linalg.svdvals(dense)[:, :4])
-    assert not Grams.of(form).trace.allclose(trace)
+    torch.testing.assert_close(spectrum.trace, trace)
+    torch.testing.assert_close(spectrum.frobenius_squared, dense.square().sum((-2, -1)))
+    torch.testing.assert_close(spectrum.singular_values, torch.linalg.svdvals(dense)[:, :4])
+    assert not form.at_offset(0).trace().allclose(trace)
+
+
+def test_keywords_are_the_fields_of_the_settings() -> None:
+    fields = {field.name for field in dataclasses.fields(AuditConfig)}
+    assert set(AuditKeywords.__annotations__) == fields
+    model = nn.TransformerEncoderLayer(8, 2)
+    settings = AuditConfig(tokens=16, process="independent")
+    assert audit_model(model, settings) == audit_model(model, tokens=16, process="independent")
+    assert audit_model(model, settings, tokens=8).tokens == 8
 
 
 def test_shared_keys_are_multiplied_once_and_count_for_each_head() -> None:
@@ -296,7 +303,7 @@ def test_shared_keys_are_multiplied_once_and_count_for_each_head() -> None:
     shared = QKForm(
         torch.cat((form.query, form.query * 2)), form.key.repeat_interleave(2, 0), form.temperature
     )
-    ours = Grams.of(shared, share=2)
+    ours = shared.spectrum(share=2)
     torch.testing.assert_close(ours.frobenius_squared, shared.frobenius_squared())
     torch.testing.assert_close(ours.trace_of_square, shared.trace_of_square())
     torch.testing.assert_close(ours.trace, shared.trace())
@@ -307,7 +314,7 @@ def test_the_null_of_the_trace_is_exact() -> None:
     generator = torch.Generator().manual_seed(0)
     query, key = torch.randn(2, 20_000, 4, 6, generator=generator, dtype=torch.float64)
     query, key = query * 0.3, key * 2
-    grams = Grams.of(QKForm(query, key, 1.0))
+    grams = QKForm(query, key, 1.0).spectrum()
     predicted = (0.09 * 24) * (4 * 24) / 24  # E‖Q‖² E‖K‖² / (head · model)
     # Var(tr²)/n with E tr⁴ from the sample; 4.9 standard errors is 1 in 10⁶
     squares = grams.trace.square()
@@ -326,10 +333,10 @@ def test_the_null_of_spread_and_norm_is_that_of_drawn_factors(head: int, model: 
     generator = torch.Generator().manual_seed(1)
     query, key = torch.randn(2, 4000, head, model, generator=generator, dtype=torch.float64)
     query, key = (part / math.sqrt(head * model) for part in (query, key))
-    columns = spectral_columns(Grams.of(QKForm(query, key, 1.0)), 1.0, eigenvalues=True)
+    spectrum = QKForm(query, key, 1.0).spectrum()
     for sample, mean, deviation in (
-        (columns["variance"].sqrt(), null.spread, null.spread_deviation),
-        (columns["spectral_norm"], null.norm, null.norm_deviation),
+        (spectrum.variance.sqrt(), null.spread, null.spread_deviation),
+        (spectrum.spectral_norm, null.norm, null.norm_deviation),
     ):
         error = math.sqrt((sample.var().item() + deviation**2) / 4000)
         assert abs(sample.mean().item() - mean) < 5.3 * error < 0.1 * mean
@@ -421,6 +428,7 @@ def test_without_eigenvalues_only_what_needs_them_is_missing() -> None:
         ({"tokens": 1}, "at least 2 tokens"),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_wrong_settings_say_what_is_right(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         audit_model(nn.MultiheadAttention(8, 2), **settings)

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from locater import InputError, QKForm, Rotary, TokenProcess, propagation
-from locater.core.full_moments import SampledHeads
-from locater.core.score import HeadMoments
+from locater.core.score import HeadMoments, SampledHeads
 from locater.core.theory import linearized_softmax, propagates
 
 

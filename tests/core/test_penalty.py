@@ -8,7 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from locater.core.penalty import LocAteRConfig, PenaltyTerms, locater_penalty
+from locater.core.penalty import (
+    LocAteRConfig,
+    key_gradient,
+    locater_penalty,
+    penalty_spectrum,
+    query_gradient,
+)
 from locater.errors import ConfigError, InputError
 
 SEEDS = st.integers(0, 2**31)
@@ -59,7 +65,7 @@ def test_values_and_gradients_are_the_integers_worked_out_by_hand(
 ) -> None:
     query = torch.tensor([[[1.0, 2, 0], [0, 1, -1]]])
     keys = torch.tensor([key], dtype=torch.float32)
-    terms = PenaltyTerms.of(query, keys)
+    terms = penalty_spectrum(query, keys)
     assert (terms.trace.item(), terms.frobenius_squared.item()) == (trace, norm)
     config = LocAteRConfig(scale_strength=0.5, mean_strength=2.0)
     assert locater_penalty(query, keys, config).item() == value
@@ -68,8 +74,8 @@ def test_values_and_gradients_are_the_integers_worked_out_by_hand(
         ((0.0, 1.0), (mean_query, mean_key)),
     ):
         pull = 2 * strengths[1] * (terms.trace - 1)
-        assert terms.query_gradient(strengths[0], pull)[0].tolist() == expected[0]
-        assert terms.key_gradient(strengths[0], pull)[0].tolist() == expected[1]
+        assert query_gradient(terms, strengths[0], pull)[0].tolist() == expected[0]
+        assert key_gradient(terms, strengths[0], pull)[0].tolist() == expected[1]
 
 
 @given(
@@ -137,8 +143,8 @@ def test_half_precision_weights_are_regularized_in_float32(dtype: torch.dtype) -
 def test_trace_keeps_its_digits_at_the_size_of_a_large_head() -> None:
     generator = torch.Generator().manual_seed(0)
     query, key = torch.randn(2, 1, 128, 4096, generator=generator) / 64
-    terms = PenaltyTerms.of(query, key + query)
-    exact = PenaltyTerms.of(query.double(), (key + query).double())
+    terms = penalty_spectrum(query, key + query)
+    exact = penalty_spectrum(query.double(), (key + query).double())
     # half a million float32 products, added pairwise: a few units in the last place
     torch.testing.assert_close(terms.trace.double(), exact.trace, rtol=1e-6, atol=0)
     norm = terms.frobenius_squared.double()
@@ -163,7 +169,7 @@ def test_equilibrium_is_a_projector_at_the_closed_form_trace(
     side = math.sqrt(trace / rank)  # W_Q = W_K = side · I has W_QK = (trace / rank) I
     factor = (side * torch.eye(rank, dtype=torch.float64))[None].requires_grad_()
     other = factor.detach().clone().requires_grad_()
-    terms = PenaltyTerms.of(factor.detach(), other.detach())
+    terms = penalty_spectrum(factor.detach(), other.detach())
     assert terms.frobenius_squared.item() == pytest.approx(norm, rel=1e-12)
     penalty = locater_penalty(factor, other, config)
     assert penalty.item() == pytest.approx(value, rel=1e-12)
@@ -188,7 +194,7 @@ def test_descent_reaches_the_equilibrium_from_a_random_start() -> None:
         return loss
 
     optimizer.step(closure)
-    terms = PenaltyTerms.of(query.detach(), key.detach())
+    terms = penalty_spectrum(query.detach(), key.detach())
     assert terms.trace.item() == pytest.approx(config.equilibrium(6), rel=1e-6)
     expected = config.equilibrium(6) ** 2 / 6
     assert terms.frobenius_squared.item() == pytest.approx(expected, rel=1e-6)
@@ -213,4 +219,4 @@ def test_settings_that_make_no_sense_say_so(settings: dict[str, object], message
 
 def test_factors_that_do_not_fit_say_so() -> None:
     with pytest.raises(InputError, match=r"query is \(3, 2, 4\) and key is \(2, 2, 4\)"):
-        PenaltyTerms.of(torch.zeros(3, 2, 4), torch.zeros(2, 2, 4))
+        penalty_spectrum(torch.zeros(3, 2, 4), torch.zeros(2, 2, 4))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from locater import InputError, Rotary
+from locater import ConfigError, InputError, Rotary
 from locater.core.form import Layout
 
 LAYOUTS: tuple[Layout, ...] = ("half", "interleaved")
@@ -91,8 +91,8 @@ def test_the_usual_frequencies_are_a_geometric_sequence() -> None:
 
 @pytest.mark.usefixtures("unchecked")
 def test_an_unknown_layout_is_refused() -> None:
-    match = r"unknown rotary layout 'spiral'.\nhint: use 'half' or 'interleaved'"
-    with pytest.raises(InputError, match=match):
+    match = r"unknown rotary layout 'spiral'.\nhint: choose one of: half, interleaved."
+    with pytest.raises(ConfigError, match=match):
         Rotary(torch.ones(1), "spiral")  # type: ignore[arg-type]
 
 

@@ -419,7 +419,7 @@ def test_the_laws_of_a_stack_are_those_of_its_heads(case: Case) -> None:
     stack, heads, process = stack_of(case)
     expected = [propagation(head, process).rho for head in heads]
     for at_once in (1, 8_000_000):
-        with mock.patch("locater.core.theory._HEADS_AT_ONCE", at_once):
+        with mock.patch("locater.core.score._AT_ONCE", at_once):
             compare(propagation(stack, process).rho, expected)
 
 
@@ -480,7 +480,7 @@ def test_float32_weights_are_computed_with_in_float64(case: Case) -> None:
         ),
         (
             TokenProcess(torch.eye(3), None, torch.ones(3, 5)),
-            r"the means have 5 dimensions, the form has 2.\nhint: give means of the form's model",
+            r"the process has 5 dimensions, the form has 2.\nhint: give means of the form's model",
         ),
         (
             TokenProcess.random_walk(5),

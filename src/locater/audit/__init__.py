@@ -1,9 +1,8 @@
 """The query-key eigenspectrum of every head of a checkpoint or a live model."""
 
-from locater.audit.audit import AuditSettings as AuditSettings
+from locater.audit.audit import AuditConfig as AuditConfig
 from locater.audit.audit import audit_checkpoint as audit_checkpoint
 from locater.audit.audit import audit_model as audit_model
-from locater.audit.audit import named_process as named_process
 from locater.audit.compare import Comparison as Comparison
 from locater.audit.compare import HeadChange as HeadChange
 from locater.audit.compare import Timeline as Timeline

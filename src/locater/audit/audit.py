@@ -8,28 +8,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from locater.audit.heads import (
-    Grams,
-    LogitDraws,
-    RhoMethod,
-    null_columns,
-    rho_profile,
-    spectral_columns,
-)
+from locater.audit.draws import DRAWS, entropy_columns, null_columns
 from locater.audit.layers import Layers, blocks
 from locater.audit.table import LIST_COLUMNS, Audit, HeadRecord, judge
 from locater.checkpoints.open import open_checkpoint
-from locater.core.form import QKForm
-from locater.core.process import TokenProcess
-from locater.core.score import HeadMoments
-from locater.core.theory import regime_of
+from locater.checkpoints.source import Say, silent
+from locater.core.form import QKForm, Spectrum
+from locater.core.process import ProcessName, TokenProcess
+from locater.core.score import HeadMoments, LogitDraws
+from locater.core.theory import REGIMES, Profile, regime_of
 from locater.engines import one_thread
-from locater.errors import ConfigError, InputError, LocaterError
+from locater.errors import ConfigError, InputError, LocaterError, unknown
 from locater.models.layout import AttentionLayout, Skipped
 from locater.models.live import AnyPair
 from locater.models.recipes import RECIPES
@@ -38,9 +32,12 @@ from locater.models.resolve import INPUT_CAVEAT, Recipe
 Report = Callable[[int, int], None]
 Tensors = Mapping[str, Tensor]
 
+_SUMS = ("trace", "trace_of_square", "frobenius_squared", "mean", "dispersion", "asymmetry", "xi",
+         "eta", "r")  # fmt: skip
+_FROM_EIGENVALUES = ("variance", "nonnormality", "spectral_norm", "stable_rank", "singular_values")
 POSITIONS = 128
 """Rows keep ρ at about this many positions; regimes are read off all of them."""
-_WORDS: dict[str, str] = {
+_WORDS: dict[ProcessName, str] = {
     "unit-walk": "a random walk scaled to tokens of unit variance on average, as LayerNorm leaves "
     "them, with Σ = I (assumed, not measured)",
     "random-walk": "the paper's random walk, whose tokens grow with √t, with Σ = I (assumed, not "
@@ -55,34 +52,16 @@ _METHODS = {
 }
 
 
-def named_process(name: str, tokens: int, *, phi: float = 0.9) -> TokenProcess:
-    """The tokens that an audit can assume; `unit-walk` has a kernel of trace T.
-
-    >>> named_process("unit-walk", 3).kernel.diagonal()
-    tensor([0.5000, 1.0000, 1.5000], dtype=torch.float64)
-    """
-    if name == "autoregressive":
-        return TokenProcess.autoregressive(tokens, phi)
-    if name == "independent":
-        return TokenProcess.independent(tokens)
-    if name not in _WORDS:
-        raise ConfigError(f"unknown process {name!r}.", hint=f"one of {', '.join(_WORDS)}.")
-    if name == "random-walk" or tokens < 2:
-        return TokenProcess.random_walk(tokens)
-    step = torch.arange(1, tokens + 1, dtype=torch.float64)
-    return TokenProcess(torch.minimum(step[:, None], step) * (2 / (tokens + 1)))
-
-
 MOST_TOKENS = 8192
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class AuditSettings:
+class AuditConfig:
     """What to assume of the tokens, and how much to compute."""
 
     tokens: int = 512
     """T, the length of the sequence; its last token asks."""
-    process: str | TokenProcess = "unit-walk"
+    process: ProcessName | TokenProcess = "unit-walk"
     """Assumed tokens by name, or a process of your own; then `tokens` is its length."""
     phi: float = 0.9
     """Correlation of neighbors of the autoregressive process."""
@@ -94,7 +73,7 @@ class AuditSettings:
     """Multiply the factors with the gains of the norm before the attention, where it is known."""
     eigenvalues: bool = True
     """Whether to take eigenvalues and singular values, and what follows from them."""
-    method: str = "gaussian"
+    method: Literal["gaussian", "exact"] = "gaussian"
     """How ρ is found: `gaussian`, or `exact`, which takes up to a second per head."""
 
     def __post_init__(self) -> None:
@@ -110,11 +89,9 @@ class AuditSettings:
                 hint="it counts the tokens from the key to the query.",
             )
         if self.method not in _METHODS:
-            raise ConfigError(
-                f"unknown method {self.method!r}.", hint=f"one of {', '.join(_METHODS)}."
-            )
-        lengths = sorted({one.tokens for one in (self.assumed, *self.processes.values())})
-        if len(lengths) > 1 and self.processes:
+            raise unknown("method", self.method, _METHODS)
+        lengths = sorted({process.tokens for process in (self.assumed, *self.processes.values())})
+        if len(lengths) > 1:
             raise ConfigError(
                 f"the processes have different lengths: {', '.join(map(str, lengths))}.",
                 hint=f"pass tokens={lengths[0]} or measure again.",
@@ -125,7 +102,7 @@ class AuditSettings:
         """The tokens of layers that were not measured."""
         if isinstance(self.process, TokenProcess):
             return self.process
-        return named_process(self.process, self.tokens, phi=self.phi)
+        return TokenProcess.named(self.process, self.tokens, phi=self.phi)
 
     @property
     def length(self) -> int:
@@ -152,26 +129,43 @@ class AuditSettings:
         return tuple(dict.fromkeys(steps))
 
 
+class AuditKeywords(TypedDict, total=False):
+    """The fields of `AuditConfig`, given one by one."""
+
+    tokens: int
+    process: ProcessName | TokenProcess
+    phi: float
+    processes: Mapping[str, TokenProcess]
+    offset: int
+    gains: bool
+    eigenvalues: bool
+    method: Literal["gaussian", "exact"]
+
+
 def audit_checkpoint(
     source: str | Path,
+    settings: AuditConfig | None = None,
     *,
     base: str | Path | None = None,
     config: Mapping[str, Any] | None = None,
     recipes: Sequence[Recipe] = RECIPES,
     report: Report | None = None,
-    **settings: Any,
+    say: Say = silent,
+    **keywords: Unpack[AuditKeywords],
 ) -> Audit:
     """Audit a folder, a file, a URL or a hub id, one layer's queries and keys at a time.
 
     `base` is what a LoRA adapter stands on; `config` completes what the checkpoint says of itself;
-    `report(done, total)` hears of every layer.  The rest is `AuditSettings`.
+    `report(done, total)` hears of every layer, `say` where somebody has to wait.  What to assume of
+    the tokens is said by `settings` or by the fields of `AuditConfig` as keywords:
+    `audit_checkpoint(path, tokens=64)`.
     """
-    chosen = settings_of(settings)
-    with open_checkpoint(source, base=base, config=config) as checkpoint:
-        layers = Layers.of_checkpoint(checkpoint, recipes=recipes, gains=chosen.gains)
+    settings = settings_of(settings, keywords)
+    with open_checkpoint(source, base=base, config=config, say=say) as checkpoint:
+        layers = Layers.of_checkpoint(checkpoint, recipes=recipes, gains=settings.gains)
         audit = audit_layers(
             layers,
-            chosen,
+            settings,
             report,
             name=checkpoint.name,
             format=checkpoint.format,
@@ -182,12 +176,13 @@ def audit_checkpoint(
 
 def audit_model(
     model: nn.Module,
+    settings: AuditConfig | None = None,
     *,
     name: str | None = None,
     recipes: Sequence[Recipe] = RECIPES,
     pairs: Sequence[AnyPair] | None = None,
     report: Report | None = None,
-    **settings: Any,
+    **keywords: Unpack[AuditKeywords],
 ) -> Audit:
     """Audit a live model, LoRA and parametrizations as they act now; see `audit_checkpoint`.
 
@@ -195,24 +190,25 @@ def audit_model(
     >>> [(row.layer, row.head, row.head_dim) for row in audit.rows]
     [(0, 0, 4), (0, 1, 4)]
     """
-    chosen = settings_of(settings)
-    layers = Layers.of_model(model, recipes=recipes, pairs=pairs, gains=chosen.gains)
+    settings = settings_of(settings, keywords)
+    layers = Layers.of_model(model, recipes=recipes, pairs=pairs, gains=settings.gains)
     with torch.no_grad():
-        return audit_layers(layers, chosen, report, name=name or type(model).__name__)
+        return audit_layers(layers, settings, report, name=name or type(model).__name__)
 
 
-def settings_of(values: Mapping[str, Any]) -> AuditSettings:
-    """Settings from keywords; None stands for the default."""
-    known = AuditSettings.__dataclass_fields__
-    for name in values:
+def settings_of(settings: AuditConfig | None, keywords: AuditKeywords) -> AuditConfig:
+    """The settings, with the fields that keywords name; None stands for the default."""
+    known = AuditConfig.__dataclass_fields__
+    for name in keywords:
         if name not in known:
-            raise ConfigError(f"unknown setting {name!r}.", hint=f"one of {', '.join(known)}.")
-    return AuditSettings(**{k: v for k, v in values.items() if v is not None})
+            raise unknown("setting", name, known)
+    given = {name: value for name, value in keywords.items() if value is not None}
+    return replace(settings or AuditConfig(), **given)  # type: ignore[arg-type]
 
 
 def audit_layers(
     layers: Layers,
-    settings: AuditSettings,
+    settings: AuditConfig,
     report: Report | None = None,
     *,
     name: str,
@@ -260,69 +256,78 @@ def audit_layers(
 class Auditor:
     """Audits one layer after the other under the same settings and the same drawn tokens."""
 
-    def __init__(self, settings: AuditSettings) -> None:
+    def __init__(self, settings: AuditConfig) -> None:
         self.settings = settings
-        self._assumed = LogitDraws.of(settings.assumed)
+        self._draws = _draws(settings.assumed)
 
     def layer(self, layers: Layers, layout: AttentionLayout, tensors: Tensors) -> list[HeadRecord]:
         """The rows of one attention, a few key heads at a time."""
-        tokens = self.settings.length
+        measured = self.settings.processes.get(layout.name)
+        process = measured or self.settings.assumed
+        draws = _draws(measured) if measured else self._draws
         rows: list[HeadRecord] = []
-        is_measured = layout.name in self.settings.processes  # then the gains are in the tokens
-        gain, shift = (None, None) if is_measured else layers.gain(layout, tensors)
         for key_heads in blocks(layout):
-            form = layout.form(tensors, distances=tokens, key_heads=key_heads)
-            if shift is not None:
-                form = layers.shifted(form, shift)
-            rows += self._block(layout, form, gain, first=len(rows))
+            form = layers.form(
+                layout,
+                tensors,
+                key_heads=key_heads,
+                distances=process.tokens,
+                gains=measured is None,  # measured tokens carry them
+            )
+            columns = self._columns(layout, form, process, draws)
+            lists = {name: column.tolist() for name, column in columns.items()}
+            regimes = lists.pop("regime")
+            rows += [
+                _record(layout, len(rows) + head, REGIMES[regime], lists, head, process.tokens)
+                for head, regime in enumerate(regimes)
+            ]
         return rows
 
-    def _block(
-        self, layout: AttentionLayout, form: QKForm, gain: Tensor | None, *, first: int
-    ) -> list[HeadRecord]:
+    def _columns(
+        self, layout: AttentionLayout, form: QKForm, process: TokenProcess, draws: LogitDraws
+    ) -> dict[str, Tensor]:
         settings, share = self.settings, layout.heads // layout.kv_heads
-        process = settings.processes.get(layout.name, settings.assumed)
-        options: dict[str, Any] = {"share": share, "offset": settings.offset, "gain": gain}
-        grams = Grams.of(form, process.covariance, **options)
-        columns = spectral_columns(grams, form.temperature, eigenvalues=settings.eigenvalues)
-        plain, own = grams, columns
+        still = form.at_offset(settings.offset)
+        spectrum = plain = still.spectrum(process.covariance, share=share)
         if process.covariance is not None:  # the null is about the weights themselves
-            plain = Grams.of(form, **options)
-            own = spectral_columns(plain, form.temperature, eigenvalues=settings.eigenvalues)
-        columns |= null_columns(plain, own, head_dim=layout.head_dim, model=layout.model)
+            plain = still.spectrum(share=share)
+        columns = _spectral_columns(spectrum, eigenvalues=settings.eigenvalues) | null_columns(
+            plain,
+            head_dim=layout.head_dim,
+            model=layout.model,
+            eigenvalues=settings.eigenvalues,
+        )
         is_cross = layout.kind == "cross"
-        is_turned = process.covariance is not None and form.rotary is not None and not is_cross
-        if is_turned and not settings.offset:  # measured tokens: every key at its own distance
-            moments = HeadMoments.of(form, process)
-        else:
-            moments = grams.moments(form, process, is_cross=is_cross)
-        method: RhoMethod = "exact" if settings.method == "exact" else "gaussian"
-        profile = rho_profile(moments, method=method)
+        # on measured tokens every key is at its own distance, unless one was asked for
+        turns = process.covariance is not None and not is_cross and not settings.offset
+        moments = HeadMoments.of(
+            form if turns else still, process, spectrum=spectrum, is_cross=is_cross
+        )
+        profile = Profile.by_token(moments.rho(settings.method))
         regime = regime_of(profile, columns["r"])
-        entropy, error, bound = self._drawn(process).entropy(moments)
         kept = torch.tensor(settings.positions) - 1
-        columns |= {
+        return columns | entropy_columns(draws, moments) | {
+            "regime": regime.index,
             "tokens_on": regime.count,
             "first_on": regime.first,
             "last_on": regime.last,
             "peak": profile.peak,
-            "entropy": entropy,
-            "entropy_error": error,
-            "entropy_bound": bound,
-            "effective_tokens": entropy.exp(),
             "rho": profile.rho[:, kept],
-        }
-        lists = {name: column.tolist() for name, column in columns.items()}
-        return [
-            _record(layout, first + head, regime.names[head], lists, head, settings.length)
-            for head in range(form.query.shape[0])
-        ]
+        }  # fmt: skip
 
-    def _drawn(self, process: TokenProcess) -> LogitDraws:
-        """One process' draws; measured ones are used once and not kept."""
-        if process is not self.settings.assumed:
-            return LogitDraws.of(process)
-        return self._assumed
+
+def _draws(process: TokenProcess) -> LogitDraws:
+    return LogitDraws.of(process, DRAWS, torch.Generator().manual_seed(0))
+
+
+def _spectral_columns(spectrum: Spectrum, *, eigenvalues: bool) -> dict[str, Tensor]:
+    """The columns that carry the names of `Spectrum`'s properties."""
+    names = _SUMS + (_FROM_EIGENVALUES if eigenvalues else ())
+    columns = {name: getattr(spectrum, name) for name in names}
+    if eigenvalues:
+        columns["eigenvalues_real"] = spectrum.eigenvalues.real
+        columns["eigenvalues_imag"] = spectrum.eigenvalues.imag
+    return columns
 
 
 def _record(
@@ -365,7 +370,7 @@ def _plain(name: str, value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _caveats(settings: AuditSettings, layers: Layers) -> Iterator[str]:
+def _caveats(settings: AuditConfig, layers: Layers) -> Iterator[str]:
     """What holds for all rows, then what holds for some layers, each said once."""
     layouts, count = layers.layouts, len(layers.norms)
     if layers.norms.keys() - settings.processes.keys():  # measured tokens carry their gains

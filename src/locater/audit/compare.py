@@ -6,13 +6,19 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from locater.audit.audit import AuditSettings, audit_checkpoint, audit_layers, settings_of
+from locater.audit.audit import (
+    AuditConfig,
+    AuditKeywords,
+    audit_checkpoint,
+    audit_layers,
+    settings_of,
+)
 from locater.audit.layers import Layers, blocks
 from locater.audit.table import Audit, HeadRecord
 from locater.checkpoints.open import open_checkpoint
@@ -101,21 +107,22 @@ class Comparison:
 def compare_checkpoints(
     before: str | Path | nn.Module,
     after: str | Path | nn.Module,
+    settings: AuditConfig | None = None,
     *,
     base: str | Path | None = None,
     config: Mapping[str, Any] | None = None,
     report: Report | None = None,
-    **settings: Any,
+    **keywords: Unpack[AuditKeywords],
 ) -> Comparison:
     """Audit two checkpoints or live models side by side and say what changed per head.
 
-    `base` and `config` serve both; the rest is `AuditSettings`.  Heads are matched by the name of
-    their attention, wrappers left out, or where names differ by part, kind and layer.
+    `base` and `config` serve both; settings are those of `audit_checkpoint`.  Heads are matched by
+    the name of their attention, wrappers left out, or where names differ by part, kind and layer.
     """
-    chosen = settings_of(settings)
+    settings = settings_of(settings, keywords)
     if isinstance(before, nn.Module) or isinstance(after, nn.Module):
         sides = [
-            (Layers.of_model(one, gains=chosen.gains), {"name": type(one).__name__})
+            (Layers.of_model(one, gains=settings.gains), {"name": type(one).__name__})
             for one in (before, after)
             if isinstance(one, nn.Module)
         ]
@@ -125,23 +132,23 @@ def compare_checkpoints(
                 hint="save it first, or load the checkpoint.",
             )
         with torch.no_grad():
-            return _compared(sides, chosen, report)
+            return _compared(sides, settings, report)
     with (
         open_checkpoint(before, base=base, config=config) as first,
         open_checkpoint(after, base=base, config=config) as second,
     ):
         about = [
             (
-                Layers.of_checkpoint(one, gains=chosen.gains),
+                Layers.of_checkpoint(one, gains=settings.gains),
                 {"name": one.name, "format": one.format, "caveats": one.caveats},
             )
             for one in (first, second)
         ]
-        return _compared(about, chosen, report)
+        return _compared(about, settings, report)
 
 
 def _compared(
-    sides: Sequence[tuple[Layers, dict[str, Any]]], settings: AuditSettings, report: Report | None
+    sides: Sequence[tuple[Layers, dict[str, Any]]], settings: AuditConfig, report: Report | None
 ) -> Comparison:
     (first, _), (second, _) = sides
     pairs, alone = _matched(first.layouts, second.layouts)
@@ -215,33 +222,27 @@ def _distances(
 ) -> list[float]:
     """The relative change of every head of one attention, a few key heads at a time."""
     left, right = first.tensors(ours), second.tensors(theirs)
-    found: list[float] = []
+    changes: list[float] = []
     for key_heads in blocks(ours):
-        forms = (
-            first.form(ours, left, key_heads=key_heads, distances=2),
-            second.form(theirs, right, key_heads=key_heads, distances=2),
-        )
-        found += relative_change(*forms).tolist()
-    return found
+        before = first.form(ours, left, key_heads=key_heads)
+        after = second.form(theirs, right, key_heads=key_heads)
+        changes += relative_change(before, after).tolist()
+    return changes
 
 
 def relative_change(before: QKForm, after: QKForm) -> Float[Tensor, "*heads"]:
     """‖W_after − W_before‖_F / ‖W_before‖_F without a model × model matrix, exact near zero.
 
-    The difference is [ΔQ; Q_after]ᵀ [K_before; ΔK], a form of twice the head dimension, so nothing
-    large cancels.
-
     >>> form = QKForm(torch.eye(2, 3), torch.ones(2, 3), temperature=1.0)
     >>> relative_change(form, QKForm(2 * form.query, form.key, temperature=1.0)).item()
     1.0
     """
-    query, key = before.query.detach().double(), before.key.detach().double()
-    other, answer = after.query.detach().double(), after.key.detach().double()
-    left = torch.cat((other - query, other), -2)
-    right = torch.cat((key, answer - key), -2)
-    change = ((left @ left.mT) * (right @ right.mT)).sum((-2, -1)).clamp_min(0)
-    size = ((query @ query.mT) * (key @ key.mT)).sum((-2, -1))
-    return (change / size).sqrt()
+    old, new = (
+        QKForm(form.query.detach().double(), form.key.detach().double(), 1.0)
+        for form in (before, after)
+    )
+    change = (new - old).frobenius_squared().clamp_min(0)
+    return (change / old.frobenius_squared()).sqrt()
 
 
 def _change(before: HeadRecord, after: HeadRecord, distance: float) -> HeadChange:
@@ -321,12 +322,19 @@ def _trajectory(track: Sequence[HeadRecord | None]) -> dict[str, Any]:
 
 
 def audit_timeline(
-    sources: Sequence[str | Path], *, report: Report | None = None, **settings: Any
+    sources: Sequence[str | Path],
+    settings: AuditConfig | None = None,
+    *,
+    base: str | Path | None = None,
+    config: Mapping[str, Any] | None = None,
+    report: Report | None = None,
+    **keywords: Unpack[AuditKeywords],
 ) -> Timeline:
     """Audit several checkpoints of one run; the settings are those of `audit_checkpoint`."""
     audits = []
+    settings = settings_of(settings, keywords)
     for done, source in enumerate(sources, 1):
-        audits.append(audit_checkpoint(source, **settings))
+        audits.append(audit_checkpoint(source, settings, base=base, config=config))
         if report is not None:
             report(done, len(sources))
     return Timeline(audits=tuple(audits))

@@ -85,19 +85,30 @@ class Layers:
         return cls(attentions, before, skipped, read)
 
     def form(
-        self, layout: AttentionLayout, tensors: Tensors, *, gains: bool = True, **options: Any
+        self,
+        layout: AttentionLayout,
+        tensors: Tensors,
+        *,
+        key_heads: slice = slice(None),
+        distances: int = 2,
+        gains: bool = True,
     ) -> QKForm:
         """Some heads' forms on tokens of unit variance: the norm's gains are in the factors.
 
         The norm's bias, the same for all tokens, acts on the logits as a bias of the queries.
         """
-        form = layout.form(tensors, **options)
+        form = layout.form(tensors, distances=distances, key_heads=key_heads)
         gain, shift = self.gain(layout, tensors) if gains else (None, None)
-        form = form if shift is None else self.shifted(form, shift)
-        if gain is None:
+        if gain is None and shift is None:
             return form
-        query, key = form.query.detach().double(), form.key.detach().double()
-        return replace(form, query=query * gain, key=key * gain)
+        query, key = (part.detach().to(torch.float64, copy=True) for part in (form.query, form.key))
+        bias = form.query_bias
+        if shift is not None:
+            own = query @ shift
+            bias = own if bias is None else bias.detach().double() + own
+        if gain is not None:
+            query, key = query.mul_(gain), key.mul_(gain)
+        return replace(form, query=query, key=key, query_bias=bias)
 
     def gain(
         self, layout: AttentionLayout, tensors: Tensors
@@ -114,13 +125,6 @@ class Layers:
                     hint="the model has diverged or the file is damaged; try another checkpoint.",
                 )
         return gain, shift
-
-    @staticmethod
-    def shifted(form: QKForm, shift: Tensor) -> QKForm:
-        """The form on tokens that a constant was added to: it acts as a bias of the queries."""
-        own = form.query.detach().double() @ shift
-        bias = own if form.query_bias is None else form.query_bias.detach().double() + own
-        return replace(form, query_bias=bias)
 
     def tensors(self, layout: AttentionLayout) -> Tensors:
         """What one attention is made of; 8-bit floats as numbers that torch can multiply."""

@@ -14,21 +14,16 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from locater.core.theory import VANISHING
 from locater.errors import InputError, MissingExtraError
 from locater.models.layout import Skipped
 
 Verdict = Literal[
     "entropy-collapse risk", "vanishing signal", "rank-collapse risk", "not judged", "healthy"
 ]
-VERDICTS: tuple[Verdict, ...] = (
-    "entropy-collapse risk",
-    "vanishing signal",
-    "rank-collapse risk",
-    "not judged",
-    "healthy",
-)
+VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 """Worst first."""
 
 
@@ -274,8 +269,6 @@ COLLAPSED_TOKENS = 2.0
 """Attention that rests on fewer tokens than this, exp(mean entropy), counts as collapsed."""
 UNIFORM_SHARE = 0.99
 """Entropy that cannot be less than this share of ln T counts as uniform."""
-VANISHING_PEAK = 0.1
-"""A largest ρ below this counts as vanished, as in `classify`."""
 
 RULES: dict[Verdict, str] = {
     "entropy-collapse risk": (
@@ -283,7 +276,7 @@ RULES: dict[Verdict, str] = {
         f"{COLLAPSED_TOKENS:g} tokens"
     ),
     "vanishing signal": (
-        f"largest ρ < {VANISHING_PEAK:g}: whatever the position, the token's gate is nearly always "
+        f"largest ρ < {VANISHING:g}: whatever the position, the token's gate is nearly always "
         "shut, and W_QK learns little from it (Lemma 2.4)"
     ),
     "rank-collapse risk": (
@@ -325,8 +318,8 @@ def judge(
                 f"nats), fewer than {COLLAPSED_TOKENS:g}"
             ),
         )
-    if peak < VANISHING_PEAK:
-        return "vanishing signal", f"largest ρ is {peak:.3g}, below {VANISHING_PEAK:g}"
+    if peak < VANISHING:
+        return "vanishing signal", f"largest ρ is {peak:.3g}, below {VANISHING:g}"
     if entropy_bound >= UNIFORM_SHARE * most:
         return (
             "rank-collapse risk",

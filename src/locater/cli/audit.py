@@ -11,11 +11,11 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, Suppress
 
-from locater.audit.audit import AuditSettings, audit_checkpoint, audit_model
+from locater.audit.audit import AuditConfig, audit_checkpoint, audit_model
 from locater.audit.compare import Timeline
 from locater.audit.table import Audit
 from locater.cli.terminal import check_figure, parse, plain, print_json, progress, say, show, values
-from locater.core.process import TokenProcess
+from locater.core.process import ProcessName, TokenProcess
 from locater.errors import ConfigError, LocaterError
 from locater.files import write_file
 from locater.models.layout import Skipped
@@ -23,13 +23,13 @@ from locater.report.tables import Columns, terminal_table
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class CheckpointFlags(AuditSettings):
+class CheckpointFlags(AuditConfig):
     """What to assume of the tokens, and how to read files that do not say enough."""
 
-    process: Literal["unit-walk", "random-walk", "autoregressive", "independent"] = "unit-walk"
+    process: ProcessName = "unit-walk"
     """The tokens that are assumed; all but the paper's random walk have unit variance."""
     processes: Annotated[Mapping[str, TokenProcess], Suppress] = field(default_factory=dict)
-    method: Annotated[str, Suppress] = "gaussian"
+    method: Annotated[Literal["gaussian", "exact"], Suppress] = "gaussian"
     exact: bool = False
     """Take ρ from the exact law of each score: up to a second per head."""
     base: str | None = None
@@ -40,9 +40,9 @@ class CheckpointFlags(AuditSettings):
     """Number of key heads, for a file without a config."""
 
     def settings(self) -> dict[str, Any]:
-        """The fields of `AuditSettings`."""
+        """The fields of `AuditConfig`."""
         method = "exact" if self.exact else self.method
-        return values(AuditSettings, self) | {"method": method}
+        return values(AuditConfig, self) | {"method": method}
 
     def source(self) -> dict[str, Any]:
         """How to read the files, for `audit_checkpoint`."""
@@ -124,7 +124,9 @@ def in_order(paths: Sequence[str]) -> list[str]:
 def _audited(command: AuditCommand, path: str, report: Callable[[int, int], None]) -> Audit:
     """Audit a file, or a live model on the tokens that a text gives it."""
     if command.text is None:
-        return audit_checkpoint(path, report=report, **command.source(), **command.settings())
+        return audit_checkpoint(
+            path, report=report, say=say, **command.source(), **command.settings()
+        )
     if command.base or command.heads or command.kv_heads:
         raise ConfigError(
             "--text loads the model itself; --base, --heads and --kv-heads do not reach it.",

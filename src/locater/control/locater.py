@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from locater.core.penalty import LocAteRConfig, PenaltyTerms, lazy_penalty
+from locater.core.penalty import LocAteRConfig, lazy_penalty, penalty_spectrum
 from locater.errors import ConfigError, InputError
 from locater.models.layout import AttentionLayout, Projection
 from locater.models.live import AnyPair, LiveAttention, find_attention
@@ -170,7 +170,7 @@ class LocAteR:
         for label, attention in zip(labels, self.attentions, strict=True):
             weights = self._weights(attention, is_whole=True)
             heads = self._heads(weights, "query"), self._heads(weights, "key")
-            terms = PenaltyTerms.of(*heads, self._sigma(attention))
+            terms = penalty_spectrum(*heads, self._sigma(attention))
             trace, norm = terms.trace.mean().item(), terms.frobenius_squared.mean().item()
             traces.append(trace)
             results[f"locater/{label}/trace"] = trace

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from locater.core.form import QKForm
 from locater.core.process import TokenProcess
-from locater.core.score import HeadMoments
-from locater.core.theory import normal_between
+from locater.core.score import HeadMoments, Score
 
 Ingredient = Literal[
     "spectrum", "covariance", "kernel", "means", "biases", "rotation", "distance", "weights"
@@ -100,50 +99,28 @@ def diagnose(form: QKForm, process: TokenProcess) -> Diagnosis:
     (['kernel', 'spectrum', 'weights'], ['kernel'])
     """
     form = replace(form.to(torch.float64), is_symmetric=False)
-    mean_parts, variance_parts = _parts(form, process)
-    rho, logit_mean, logit_variance = _outcome(form, process)
+    score, tokens = HeadMoments.of(form, process).score(), process.tokens
+    rho, logit_mean, logit_variance = _outcome(score)
+    mean, variance = score.parts()
+    nothing = torch.zeros_like(score.base)
+    mean_parts = {name: tokens * mean.get(name, nothing) + nothing for name in MEAN_PARTS}
+    mean_parts["distance"] = tokens * score.base - 1
+    variance_parts = {
+        name: tokens**2 * variance.get(name, nothing) + nothing for name in VARIANCE_PARTS
+    }
     without: dict[Ingredient, Change] = {}
     for name in get_args(Ingredient):
         other = _neutral(name, form, process)
         if other is not None:
-            changed, _, variance = _outcome(*other)
-            without[name] = Change(changed, variance)
+            changed, _, spread = _outcome(HeadMoments.of(*other).score())
+            without[name] = Change(changed, spread)
     return Diagnosis(rho, logit_mean, logit_variance, mean_parts, variance_parts, without)
 
 
-def _outcome(form: QKForm, process: TokenProcess) -> tuple[Tensor, Tensor, Tensor]:
-    mean, variance = HeadMoments.of(form, process).score().moments()
-    tokens = process.tokens
-    rho = normal_between(mean, variance.clamp_min(0).sqrt())
-    return rho, tokens * mean - 1, tokens**2 * variance
-
-
-def _parts(form: QKForm, process: TokenProcess) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The terms of the score's mean and variance, in units of logits."""
-    score = HeadMoments.of(form, process).score()
-    tokens, heat = process.tokens, form.temperature
-    key, cross = score.key_covariance, score.cross_covariance
-    query = score.query_covariance[..., None, :, :]
-    nothing = torch.zeros_like(score.base)
-    mean = {
-        "kernel": tokens * score.cross_scale * torch.einsum("...aa->...", cross) / heat + nothing,
-        "means": nothing,
-        "distance": tokens * score.base - 1,
-    }
-    variance = {
-        "fluctuations": score.key_scale * (key * query).sum((-2, -1)) + nothing,
-        "kernel": score.cross_scale.square() * (cross * cross.mT).sum((-2, -1)) + nothing,
-        "query mean": nothing,
-        "key means": nothing,
-        "mixed": nothing,
-    }
-    if score.key_mean is not None and score.query_mean is not None:
-        ask, keys = score.query_mean[..., None, :, None], score.key_mean[..., None]
-        mean["means"] = tokens * (keys * ask).sum((-2, -1)) / heat
-        variance["query mean"] = score.key_scale * (ask.mT @ key @ ask)[..., 0, 0]
-        variance["key means"] = (keys.mT @ query @ keys)[..., 0, 0]
-        variance["mixed"] = 2 * score.cross_scale * (ask.mT @ cross @ keys)[..., 0, 0]
-    return mean, {name: part * (tokens / heat) ** 2 for name, part in variance.items()}
+def _outcome(score: Score) -> tuple[Tensor, Tensor, Tensor]:
+    mean, variance = score.moments()
+    tokens = mean.shape[-1]
+    return score.rho("gaussian"), tokens * mean - 1, tokens**2 * variance
 
 
 def _neutral(

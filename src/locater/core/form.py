@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Complex, Float
 from torch import Tensor
 
-from locater.errors import ConfigError, InputError
+from locater.errors import ConfigError, InputError, unknown
 
 Layout = Literal["half", "interleaved"]
 
@@ -35,10 +35,8 @@ class Rotary:
     layout: Layout = "half"
 
     def __post_init__(self) -> None:
-        if self.layout not in ("half", "interleaved"):
-            raise InputError(
-                f"unknown rotary layout {self.layout!r}.", hint="use 'half' or 'interleaved'."
-            )
+        if self.layout not in get_args(Layout):
+            raise unknown("rotary layout", self.layout, get_args(Layout))
         if not bool(torch.isfinite(self.frequencies).all()):
             raise InputError(
                 "rotary frequencies hold NaN or infinite values.",
@@ -107,38 +105,47 @@ class QKForm:
     """Known to be symmetric: the law of its scores then needs no eigenproblem per position."""
 
     def __post_init__(self) -> None:
+        shape, heads = tuple(self.query.shape), tuple(self.query.shape[:-2])
         if self.query.ndim < 2 or self.query.shape != self.key.shape:
             raise InputError(
-                f"query is {tuple(self.query.shape)} and key is {tuple(self.key.shape)}.",
+                f"query is {shape} and key is {tuple(self.key.shape)}.",
                 hint="both must be (*heads, head, model); repeat shared key heads (GQA) first.",
+            )
+        if not self.query.numel():
+            raise InputError(
+                f"query and key are {shape}: they hold no numbers.",
+                hint="a form has at least one head of at least one dimension.",
             )
         if not (math.isfinite(self.temperature) and self.temperature > 0):
             raise ConfigError(
                 f"temperature must be positive and finite, got {self.temperature}.",
                 hint="the usual choice is the square root of the head dimension.",
             )
-        heads, head = self.query.shape[:-2], self.query.shape[-2]
         for name in ("query_bias", "key_bias"):
             bias = getattr(self, name)
-            if bias is not None and bias.shape != (*heads, head):
+            if bias is not None and bias.shape != shape[:-1]:
                 raise InputError(
-                    f"{name} is {tuple(bias.shape)}, the factors ask for {(*heads, head)}.",
+                    f"{name} is {tuple(bias.shape)}, the factors ask for {shape[:-1]}.",
                     hint="give one bias vector of the head dimension for every head.",
                 )
         if self.distance_bias is not None and self.distance_bias.shape[:-1] != heads:
             raise InputError(
-                f"distance_bias is {tuple(self.distance_bias.shape)} for heads {tuple(heads)}.",
+                f"distance_bias is {tuple(self.distance_bias.shape)} for heads {heads}.",
                 hint="give (*heads, distances): entry k is added to the key k tokens back.",
             )
-        if self.rotary is not None and 2 * self.rotary.frequencies.shape[0] > head:
+        if self.rotary is not None and 2 * self.rotary.frequencies.shape[0] > shape[-2]:
             raise InputError(
                 f"{self.rotary.frequencies.shape[0]} rotary frequencies turn more than "
-                f"{head} dimensions.",
+                f"{shape[-2]} dimensions.",
                 hint="each frequency turns a pair of dimensions of the head.",
             )
-        for name in ("query", "key", "query_bias", "key_bias", "distance_bias"):
-            value = getattr(self, name)
-            if value is not None and not bool(torch.isfinite(value).all()):
+        for name, value in self._tensors().items():
+            if not value.is_floating_point():
+                raise InputError(
+                    f"{name} holds {value.dtype}, not floating-point numbers.",
+                    hint="give real weights, dequantized: .float(), or .real of complex ones.",
+                )
+            if not math.isfinite(_largest(value)):
                 raise InputError(
                     f"{name} holds NaN or infinite values.",
                     hint="the weights diverged or were read wrongly; use an earlier checkpoint.",
@@ -207,17 +214,108 @@ class QKForm:
         """The largest rank that W_QK can have."""
         return min(self.query.shape[-2:])
 
+    def _tensors(self) -> dict[str, Any]:
+        names = ("query", "key", "query_bias", "key_bias", "distance_bias")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+    def __getitem__(self, heads: Any) -> QKForm:
+        """Some heads of the stack, by whatever indexes its axes: form[3], form[2:4], form[0, 1].
+
+        >>> QKForm(torch.ones(4, 1, 2), torch.ones(4, 1, 2), 1.0)[1:3].trace()
+        tensor([2., 2.])
+        """
+        index = heads if isinstance(heads, tuple) else (heads,)
+        stack = tuple(self.query.shape[:-2])
+        try:
+            if len(index) > len(stack):
+                raise IndexError("too many indices")
+            parts: dict[str, Any] = {
+                name: value[(*index, ...)] for name, value in self._tensors().items()
+            }
+        except IndexError as error:
+            raise InputError(
+                f"a stack of heads {stack} has no [{', '.join(map(str, index))}].",
+                hint="index the axes before (head, model), counted from 0.",
+            ) from error
+        return replace(self, **parts)
+
+    @property
+    def T(self) -> QKForm:  # noqa: N802
+        """The transpose of W_QK, without the biases, rotation and distances of its roles."""
+        return QKForm(self.key, self.query, self.temperature, is_symmetric=self.is_symmetric)
+
+    def __sub__(self, other: QKForm) -> QKForm:
+        """The difference of two W_QK alone, as a form of twice the head dimension.
+
+        W − W' = [Q − Q'; Q]ᵀ [K'; K − K']: for nearby forms nothing large cancels.
+
+        >>> form = QKForm(torch.eye(2, 3), torch.ones(2, 3), temperature=1.0)
+        >>> (form - form).frobenius_squared()
+        tensor(0.)
+        """
+        if self.query.shape[-1] != other.query.shape[-1] or self.temperature != other.temperature:
+            raise InputError(
+                f"a form on {self.query.shape[-1]} dimensions with temperature "
+                f"{self.temperature:g} less one on {other.query.shape[-1]} with "
+                f"{other.temperature:g}.",
+                hint="give both the same; replace(form, temperature=...) changes one.",
+            )
+        if self.query.shape == other.query.shape:
+            query = torch.cat((self.query - other.query, self.query), -2)
+            key = torch.cat((other.key, self.key - other.key), -2)
+        else:
+            query = torch.cat((self.query, -other.query), -2)
+            key = torch.cat((self.key, other.key), -2)
+        symmetric = self.is_symmetric and other.is_symmetric
+        return QKForm(query, key, self.temperature, is_symmetric=symmetric)
+
     def to(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> QKForm:
         """Return the same form in another dtype or on another device."""
-        moved = {
-            name: value.to(device=device, dtype=dtype)
-            for name in ("query", "key", "query_bias", "key_bias", "distance_bias")
-            if (value := getattr(self, name)) is not None
+        moved: dict[str, Any] = {
+            name: value.to(device=device, dtype=dtype) for name, value in self._tensors().items()
         }
         rotary = self.rotary and Rotary(
             self.rotary.frequencies.to(device=device, dtype=dtype), self.rotary.layout
         )
         return replace(self, **moved, rotary=rotary)
+
+    def at_offset(self, offset: int) -> QKForm:
+        """The form of a query and the key so many tokens before it: W_Qᵀ R W_K, no longer turning.
+
+        What a key's bias adds is then the same for all keys and left out.
+        """
+        if self.rotary is None:
+            return self
+        key = self.key
+        if offset:
+            key = key.double()
+            angle = torch.tensor(float(-offset), dtype=torch.float64, device=key.device)
+            rotary = Rotary(self.rotary.frequencies.double(), self.rotary.layout)
+            key = rotary.turn(key.mT, rotary.phases(angle)).mT
+        return replace(self, query=self.query.to(key), key=key, rotary=None, key_bias=None)
+
+    def balanced(self) -> QKForm:
+        """The same logits from factors within reach of squares, and λ to match.
+
+        Only sizes beyond 10^±40 are moved, by powers of 2, which change no digit.
+        """
+        sizes = [_largest(part) for part in (self.query, self.key)]
+        if all(size == 0 or 1e-40 < size < 1e40 for size in sizes):
+            return self
+        query, key = (math.frexp(size)[1] if size else 0 for size in sizes)
+        temperature = math.ldexp(self.temperature, -max(min(query + key, 2000), -2000))
+        if not 0 < temperature < math.inf:
+            raise InputError(
+                f"W_QK / temperature is beyond all numbers: factors of {sizes[0]:.0e} and "
+                f"{sizes[1]:.0e}.",
+                hint="the weights diverged or were read wrongly; use an earlier checkpoint.",
+            )
+        scaled: dict[str, Any] = {
+            name: torch.ldexp(value.double(), torch.tensor(-(query if "query" in name else key)))
+            for name, value in self._tensors().items()
+            if name != "distance_bias"
+        }
+        return replace(self, **scaled, temperature=temperature)
 
     def matrix(self) -> Float[Tensor, "*heads model model"]:
         """The dense W_QK; for small models and for tests."""
@@ -225,65 +323,122 @@ class QKForm:
 
     def trace(self) -> Float[Tensor, "*heads"]:
         """tr(W_QK), the sum of its eigenvalues, in head·model operations per head."""
-        return torch.einsum("...hm,...hm->...", self.query, self.key)
+        return Spectrum(self.query, self.key, self.temperature).trace
 
     def trace_of_square(self) -> Float[Tensor, "*heads"]:
         """tr(W_QK²), the sum of squared eigenvalues; negative when they are mostly imaginary."""
-        cross = self.query @ self.key.mT
-        return (cross * cross.mT).sum((-2, -1))
+        return Spectrum(self.query, self.key, self.temperature).trace_of_square
 
     def frobenius_squared(self) -> Float[Tensor, "*heads"]:
         """‖W_QK‖²_F = tr(W_QKᵀ W_QK), the scale that LocAteR shrinks (Section 6)."""
-        return ((self.query @ self.query.mT) * (self.key @ self.key.mT)).sum((-2, -1))
+        return Spectrum(self.query, self.key, self.temperature).frobenius_squared
 
-    def spectrum(self, covariance: Float[Tensor, "model model"] | None = None) -> Spectrum:
-        """The eigenspectrum of the paper's W = W_QK Σ, in float64; Σ = I by default."""
-        query, key = self.query.double(), self.key.double()
+    def spectrum(
+        self, covariance: Float[Tensor, "model model"] | None = None, *, share: int = 1
+    ) -> Spectrum:
+        """The eigenspectrum of the paper's W = W_QK Σ, in float64; Σ = I by default.
+
+        With `share`, so many neighboring heads have the same key, which is then multiplied once.
+        """
+        query, key = self.query.double(), self.key[::share].double()
         if covariance is not None:
-            root = covariance_root(covariance.double(), model=query.shape[-1])
-            query, key = query @ root, key @ root
-        return Spectrum(QKForm(query, key, self.temperature, is_symmetric=self.is_symmetric))
+            check_covariance(covariance, size=query.shape[-1])
+            covariance = covariance.to(query)
+        if not _largest(query) * _largest(key) < 1e140:
+            raise InputError(
+                f"factors of {_largest(query):.0e} and {_largest(key):.0e} have a W_QK whose "
+                "square is beyond all numbers.",
+                hint="the weights diverged or were read wrongly; use an earlier checkpoint.",
+            )
+        return Spectrum(query, key, self.temperature, covariance, self.is_symmetric)
 
 
 @dataclass(frozen=True, eq=False)
 class Spectrum:
-    """What the eigenvalues of W = W_QK Σ add up to; computed when asked for, in float64.
+    """What the eigenvalues of W = W_QK Σ add up to; computed when asked for.
 
     All of it is the spectrum of S = Σ^½ W_QK Σ^½, which has the eigenvalues of W and is symmetric
-    when W_QK is.
+    when W_QK is; and all of it follows from three head × head Gram matrices.
     """
 
-    form: QKForm
-    """The factors times Σ^½: their product is S."""
+    query: Float[Tensor, "*heads head model"]
+    key: Float[Tensor, "*groups head model"]
+    """One for each head, or for each group of neighboring heads that share it."""
+    temperature: float
+    covariance: Float[Tensor, "model model"] | None = None
+    is_symmetric: bool = False
+
+    @property
+    def rank(self) -> int:
+        """The largest rank that W_QK can have."""
+        return min(self.query.shape[-2:])
+
+    @property
+    def share(self) -> int:
+        """How many heads have the same key."""
+        return self.query.shape[0] // self.key.shape[0] if self.key.ndim > 2 else 1
+
+    def _repeated(self, part: Tensor) -> Tensor:
+        return part if self.share == 1 else part.repeat_interleave(self.share, 0)
+
+    @cached_property
+    def colored(self) -> tuple[Float[Tensor, "*heads head model"], Float[Tensor, ...]]:
+        """W_Q Σ and W_K Σ."""
+        if self.covariance is None:
+            return self.query, self.key
+        return self.query @ self.covariance, self.key @ self.covariance
+
+    @cached_property
+    def query_gram(self) -> Float[Tensor, "*heads head head"]:
+        """W_Q Σ W_Qᵀ."""
+        return self.colored[0] @ self.query.mT
+
+    @cached_property
+    def key_gram(self) -> Float[Tensor, "*heads head head"]:
+        """W_K Σ W_Kᵀ."""
+        return self._repeated(self.colored[1] @ self.key.mT)
+
+    @cached_property
+    def cross_gram(self) -> Float[Tensor, "*heads head head"]:
+        """W_K Σ W_Qᵀ; the heads of a group lie side by side, one product serves them all."""
+        if self.share == 1:
+            return (self.query @ self.colored[1].mT).mT
+        group = self.query.reshape(len(self.key), -1, self.key.shape[-1]) @ self.colored[1].mT
+        return group.unflatten(1, (self.share, -1)).flatten(0, 1).mT
 
     @cached_property
     def trace(self) -> Float[Tensor, "*heads"]:
-        """tr(W)."""
-        return self.form.trace()
+        """tr(W), row by row: one long dot product loses digits in float32."""
+        if self.share == 1:
+            return torch.linalg.vecdot(self.colored[0], self.key).sum(-1)
+        group = self.colored[0].unflatten(0, (-1, self.share))
+        return torch.linalg.vecdot(group, self.key[:, None]).sum(-1).flatten()
 
     @cached_property
     def trace_of_square(self) -> Float[Tensor, "*heads"]:
         """tr(W²)."""
-        return self.form.trace_of_square()
+        return (self.cross_gram * self.cross_gram.mT).sum((-2, -1))
 
     @cached_property
     def frobenius_squared(self) -> Float[Tensor, "*heads"]:
         """‖S‖²_F, at least |tr(W²)|, and equal to it where W_QK is symmetric."""
-        return self.form.frobenius_squared()
+        return (self.query_gram * self.key_gram).sum((-2, -1))
 
     @cached_property
     def eigenvalues(self) -> Complex[Tensor, "*heads rank"]:
         """The eigenvalues that can differ from zero, from a matrix of the smaller side."""
-        query, key = self.form.query, self.form.key
-        small = query.mT @ key if query.shape[-1] < query.shape[-2] else key @ query.mT
-        return torch.linalg.eigvals(small)
+        head, model = self.query.shape[-2:]
+        small = self.cross_gram
+        if model < head:
+            small = self.query.mT @ self._repeated(self.colored[1])
+        values = torch.linalg.eigvals(small)
+        return values.gather(-1, values.abs().argsort(-1, descending=True))
 
     @cached_property
     def singular_values(self) -> Float[Tensor, "*heads rank"]:
-        """The singular values of S, largest first, without the structural zeros."""
-        left = torch.linalg.qr(self.form.query.mT, mode="r").R
-        right = torch.linalg.qr(self.form.key.mT, mode="r").R
-        return torch.linalg.svdvals(left @ right.mT)[..., : self.form.rank]
+        """The singular values of S, largest first; small ones to about 1e-8 of the largest."""
+        roots = [gram_root(gram, 0.0) for gram in (self.query_gram, self.key_gram)]
+        return torch.linalg.svdvals(roots[0].mT @ roots[1])[..., : self.rank]
 
     @property
     def spectral_norm(self) -> Float[Tensor, "*heads"]:
@@ -298,7 +453,7 @@ class Spectrum:
     @property
     def mean(self) -> Float[Tensor, "*heads"]:
         """The mean of the `rank` eigenvalues that can differ from zero."""
-        return self.trace / self.form.rank
+        return self.trace / self.rank
 
     @property
     def variance(self) -> Float[Tensor, "*heads"]:
@@ -307,14 +462,14 @@ class Spectrum:
         Paper: Eq. 8, over the `rank` eigenvalues that can differ from zero.  Erratum E10: for a
         complex spectrum (tr W²)/r − (tr W)²/r² is not a variance and may be negative.
         """
-        if self.form.is_symmetric:
-            return self.trace_of_square / self.form.rank - self.mean.square()
+        if self.is_symmetric:
+            return self.trace_of_square / self.rank - self.mean.square()
         return (self.eigenvalues - self.mean[..., None]).abs().square().mean(-1)
 
     @property
     def dispersion(self) -> Float[Tensor, "*heads"]:
         """rank ‖S‖²_F − tr(W)²: zero only for a multiple of a projector."""
-        return self.form.rank * self.frobenius_squared - self.trace.square()
+        return self.rank * self.frobenius_squared - self.trace.square()
 
     @property
     def nonnormality(self) -> Float[Tensor, "*heads"]:
@@ -338,7 +493,7 @@ class Spectrum:
     @property
     def eta(self) -> Float[Tensor, "*heads"]:
         """η = ‖S‖_F/λ, the scale of the logits.  Paper: Eq. 6 (see `xi`)."""
-        return self.frobenius_squared.sqrt() / self.form.temperature
+        return self.frobenius_squared.sqrt() / self.temperature
 
     @property
     def xi_as_printed(self) -> Float[Tensor, "*heads"]:
@@ -348,46 +503,58 @@ class Spectrum:
     @property
     def eta_as_printed(self) -> Float[Tensor, "*heads"]:
         """√tr(W²)/λ, NaN where tr(W²) is negative."""
-        return self.trace_of_square.sqrt() / self.form.temperature
+        return self.trace_of_square.sqrt() / self.temperature
 
     @property
     def r(self) -> Float[Tensor, "*heads"]:
         """r = ξη = tr(W)/λ: attention localizes beyond |r| = 2 (Lemma 2)."""
-        return self.trace / self.form.temperature
+        return self.trace / self.temperature
 
 
-def covariance_root(
+def check_covariance(
     covariance: Float[Tensor, "size size"],
     *,
-    model: int | None = None,
+    size: int | None = None,
     what: Literal["covariance", "kernel"] = "covariance",
-) -> Float[Tensor, "size size"]:
-    """Return a root R with R Rᵀ = Σ, after checking that Σ is a covariance; Σ may be singular."""
-    size = covariance.shape[-1]
-    if covariance.shape != (size, size) or model not in (None, size):
+) -> None:
+    """Refuse what is no covariance; a singular one is one."""
+    size = size or covariance.shape[-1]
+    if covariance.shape != (size, size):
         raise InputError(
-            f"{what} is {tuple(covariance.shape)}, expected {model or size} x {model or size}.",
+            f"{what} is {tuple(covariance.shape)}, expected {size} x {size}.",
             hint=f"a {what} is a square symmetric matrix.",
         )
-    if not bool(torch.isfinite(covariance).all()):
+    if not math.isfinite(_largest(covariance)):
         raise InputError(
             f"{what} holds NaN or infinite values.", hint=f"check what the {what} was made from."
         )
-    scale = covariance.diagonal().abs().amax().item()
-    eps = torch.finfo(covariance.dtype).eps
-    asymmetry = (covariance - covariance.mT).abs().amax().item()
+    scale = _largest(covariance.diagonal())
     # an estimate that was accumulated in float32 is symmetric to about 1e-6
-    if scale == 0 or asymmetry > max(1e-6, size * eps) * scale:
+    loose = max(1e-6, size * torch.finfo(covariance.dtype).eps)
+    if scale == 0 or _largest(covariance - covariance.mT) > loose * scale:
         raise InputError(
             f"{what} is {'zero' if scale == 0 else 'not symmetric'}.",
             hint=f"a {what} C is symmetric with a positive diagonal; try (C + C.mT) / 2.",
         )
-    values, vectors = torch.linalg.eigh((covariance + covariance.mT) / 2)
-    if values[0].item() < -max(1e-6, size * eps) * values[-1].abs().item():
+    wide = (covariance.double() + covariance.mT.double()) / 2
+    lifted = wide.clone()
+    lifted.diagonal().add_(loose * scale)
+    if not int(torch.linalg.cholesky_ex(lifted).info):
+        return
+    values = torch.linalg.eigvalsh(wide)
+    if values[0].item() < -loose * values[-1].abs().item():
         raise InputError(
             f"{what} is not positive definite: its smallest eigenvalue is {values[0].item():.3g}.",
             hint=f"a {what} has no negative eigenvalues; clip them or estimate it from more data.",
         )
+
+
+def covariance_root(
+    covariance: Float[Tensor, "size size"], *, model: int | None = None
+) -> Float[Tensor, "size size"]:
+    """Return a root R with R Rᵀ = Σ, after checking that Σ is a covariance; Σ may be singular."""
+    check_covariance(covariance, size=model)
+    values, vectors = torch.linalg.eigh((covariance + covariance.mT) / 2)
     return vectors * values.clamp_min(0).sqrt()
 
 
@@ -399,3 +566,23 @@ def semidefinite_root(gram: Float[Tensor, "*heads size size"]) -> Float[Tensor, 
     values, vectors = torch.linalg.eigh(gram)
     noise = max(1e-13, gram.shape[-1] * torch.finfo(gram.dtype).eps) * values[..., -1:].abs()
     return vectors * torch.where(values > noise, values, 0.0).sqrt()[..., None, :]
+
+
+def gram_root(
+    gram: Float[Tensor, "*heads size size"], least: float = 1e-6
+) -> Float[Tensor, "*heads size size"]:
+    """Cholesky's root, or `semidefinite_root` where a pivot is not above `least` of the largest."""
+    root, failed = torch.linalg.cholesky_ex(gram)
+    pivots = root.diagonal(dim1=-2, dim2=-1)
+    singular = (failed > 0) | ~(pivots.amin(-1) > least * pivots.amax(-1))
+    if bool(singular.any()):
+        root[singular] = semidefinite_root(gram[singular])
+    return root
+
+
+def _largest(values: Tensor) -> float:
+    """The largest |value|, NaN where there is one; without a copy, as `abs` would make."""
+    if not values.numel():
+        return 0.0
+    low, high = (end.item() for end in values.detach().aminmax())
+    return max(-low, high) if low == low else low

@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from locater.errors import ConfigError, InputError
+from locater.core.form import Spectrum
+from locater.errors import ConfigError, InputError, unknown
 
 Reduce = Literal["sum", "mean"]
 TargetUnit = Literal["trace", "temperature"]
-Gradient = Callable[[float, Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,15 +49,9 @@ class LocAteRConfig:
             )
         if not math.isfinite(self.target):
             raise ConfigError(f"target must be finite, got {self.target}.", hint="the paper has 1.")
-        for name, choices in (
-            ("target_unit", ("trace", "temperature")),
-            ("reduce", ("sum", "mean")),
-        ):
-            if getattr(self, name) not in choices:
-                raise ConfigError(
-                    f"unknown {name} {getattr(self, name)!r}.",
-                    hint="choose one of: " + ", ".join(choices) + ".",
-                )
+        for name, choices in (("target_unit", TargetUnit), ("reduce", Reduce)):
+            if getattr(self, name) not in get_args(choices):
+                raise unknown(name, getattr(self, name), get_args(choices))
 
     def target_trace(self, temperature: float) -> float:
         """The trace to hold, for a head with this λ."""
@@ -72,54 +67,40 @@ class LocAteRConfig:
         return self.mean_strength * self.target_trace(temperature) / pull
 
 
-@dataclass(frozen=True, eq=False)
-class PenaltyTerms:
-    """Per query head: tr(W) and ‖S‖²_F of W = W_QK Σ, with what their gradients need."""
+def penalty_spectrum(
+    query: Float[Tensor, "heads head model"],
+    key: Float[Tensor, "groups head model"],
+    covariance: Float[Tensor, "model model"] | None = None,
+) -> Spectrum:
+    """tr(W) and ‖S‖²_F per query head in float32 or better; neighbors share a key head."""
+    query, key = _fitting(query, key)
+    return Spectrum(query, key, 1.0, covariance)
 
-    query: Float[Tensor, "groups share head model"]  # W_Q Σ, with Σ = I by default
-    key: Float[Tensor, "groups 1 head model"]  # W_K Σ
-    trace: Float[Tensor, "groups share"]
-    frobenius_squared: Float[Tensor, "groups share"]
-    query_gram: Float[Tensor, "groups share head head"]
-    key_gram: Float[Tensor, "groups 1 head head"]
 
-    @classmethod
-    def of(
-        cls,
-        query: Float[Tensor, "heads head model"],
-        key: Float[Tensor, "groups head model"],
-        covariance: Float[Tensor, "model model"] | None = None,
-    ) -> PenaltyTerms:
-        """Contract in float32 or better; consecutive query heads share a key head."""
-        query, key = _fitting(query, key)
-        query, key = query.unflatten(0, (key.shape[0], -1)), key[:, None]
-        colored = (query, key) if covariance is None else (query @ covariance, key @ covariance)
-        # row by row: one long dot product loses digits in float32
-        trace = torch.linalg.vecdot(colored[0], key).sum(-1)
-        grams = colored[0] @ query.mT, colored[1] @ key.mT
-        return cls(*colored, trace, (grams[0] * grams[1]).sum((-2, -1)), *grams)
+def query_gradient(
+    spectrum: Spectrum, scale: float, pull: Float[Tensor, " heads"]
+) -> Float[Tensor, "heads head model"]:
+    """∂/∂W_Q of scale·‖S‖²_F + (a term whose derivative in the trace is pull).
 
-    def query_gradient(
-        self, scale: float, pull: Float[Tensor, "groups share"]
-    ) -> Float[Tensor, "heads head model"]:
-        """∂/∂W_Q of scale·‖S‖²_F + (a term whose derivative in the trace is pull).
+    Paper: Section 6.  Erratum E22: the printed gradient of the mean term has tr(W_QK) for 2.
+    """
+    query, key = spectrum.colored
+    result = (pull.view(len(key), -1, 1, 1) * key[:, None]).flatten(0, 1)
+    return result.baddbmm_(spectrum.key_gram, query, alpha=2 * scale)
 
-        Paper: Section 6.  Erratum E22: the printed gradient of the mean term has tr(W_QK) for 2.
-        """
-        result = (pull[..., None, None] * self.key).flatten(0, 1)
-        gram = self.key_gram.expand(*pull.shape, -1, -1).flatten(0, 1)
-        return result.baddbmm_(gram, self.query.flatten(0, 1), alpha=2 * scale)
 
-    def key_gradient(
-        self, scale: float, pull: Float[Tensor, "groups share"]
-    ) -> Float[Tensor, "groups head model"]:
-        """∂/∂W_K of the same, summed over the query heads that share a key head."""
-        if pull.shape[1] == 1:
-            result = pull[..., None] * self.query[:, 0]
-        else:
-            result = torch.einsum("gs,gshm->ghm", pull, self.query)
-        gram = self.query_gram[:, 0] if pull.shape[1] == 1 else self.query_gram.sum(1)
-        return result.baddbmm_(gram, self.key[:, 0], alpha=2 * scale)
+def key_gradient(
+    spectrum: Spectrum, scale: float, pull: Float[Tensor, " heads"]
+) -> Float[Tensor, "groups head model"]:
+    """∂/∂W_K of the same, summed over the query heads that share a key head."""
+    query, key = spectrum.colored
+    if spectrum.share == 1:
+        result, gram = pull[:, None, None] * query, spectrum.query_gram
+    else:
+        groups = (len(key), spectrum.share)
+        result = torch.einsum("gs,gshm->ghm", pull.view(groups), query.unflatten(0, groups))
+        gram = spectrum.query_gram.unflatten(0, groups).sum(1)
+    return result.baddbmm_(gram, key, alpha=2 * scale)
 
 
 def _fitting(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,10 +119,8 @@ class _Differentiated(torch.autograd.Function):
     """A value whose gradient in a weight is known."""
 
     @staticmethod
-    def forward(
-        ctx: Any, value: Tensor, weight: Tensor, scale: float, pull: Tensor, gradient: Gradient
-    ) -> Tensor:
-        ctx.scale, ctx.pull, ctx.gradient, ctx.dtype = scale, pull, gradient, weight.dtype
+    def forward(ctx: Any, value: Tensor, weight: Tensor, gradient: Callable[[], Tensor]) -> Tensor:
+        ctx.gradient, ctx.dtype = gradient, weight.dtype
         return value.clone()
 
     @staticmethod
@@ -149,9 +128,8 @@ class _Differentiated(torch.autograd.Function):
     def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
         (output,) = outputs
         if not ctx.needs_input_grad[1]:
-            return output, None, None, None, None
-        gradient = ctx.gradient(ctx.scale, ctx.pull).mul_(output)
-        return output, gradient.to(ctx.dtype), None, None, None
+            return output, None, None
+        return output, ctx.gradient().mul_(output).to(ctx.dtype), None
 
 
 def locater_penalty(
@@ -193,19 +171,20 @@ def lazy_penalty(
     target = config.target_trace(temperature)
     if covariance is None and 4 * query.shape[-2] >= 3 * query.shape[-1]:
         # W_QK is hardly larger than its factors: nothing to gain
-        one, other = _fitting(query, key())
-        share = one.shape[0] // other.shape[0]
-        form = one.mT @ (other if share == 1 else other.repeat_interleave(share, 0))
+        query, keys = _fitting(query, key())
+        share = query.shape[0] // keys.shape[0]
+        form = query.mT @ (keys if share == 1 else keys.repeat_interleave(share, 0))
         gap = form.diagonal(dim1=-2, dim2=-1).sum(-1) - target
         return scale * form.square().sum() + mean * gap.square().sum()
     if covariance is not None:
         wide = query.dtype if query.dtype == torch.float64 else torch.float32
         covariance = covariance.detach().to(query.device, wide)
     with torch.no_grad():
-        terms = PenaltyTerms.of(query, key(), covariance)
-        gap = terms.trace - target
-        value = scale * terms.frobenius_squared.sum() + mean * gap.square().sum()
-    pull = 2 * mean * gap
-    value = _Differentiated.apply(value, query, scale, pull, terms.query_gradient)  # type: ignore[no-untyped-call]
-    result: Tensor = _Differentiated.apply(value, key(), scale, pull, terms.key_gradient)  # type: ignore[no-untyped-call]
+        spectrum = penalty_spectrum(query, key(), covariance)
+        gap = spectrum.trace - target
+        value = scale * spectrum.frobenius_squared.sum() + mean * gap.square().sum()
+    of_query = partial(query_gradient, spectrum, scale, 2 * mean * gap)
+    of_key = partial(key_gradient, spectrum, scale, 2 * mean * gap)
+    value = _Differentiated.apply(value, query, of_query)  # type: ignore[no-untyped-call]
+    result: Tensor = _Differentiated.apply(value, key(), of_key)  # type: ignore[no-untyped-call]
     return result

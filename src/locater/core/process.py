@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import InitVar, dataclass, replace
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from locater.core.form import covariance_root
-from locater.errors import ConfigError, InputError
+from locater.core.form import check_covariance, covariance_root
+from locater.errors import ConfigError, InputError, unknown
 
 Fit = Literal["least_squares", "traces"]
+ProcessName = Literal["unit-walk", "random-walk", "autoregressive", "independent"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,21 +35,24 @@ class TokenProcess:
     mean: Float[Tensor, "tokens model"] | None = None
     explained: float | None = None
     """Share of the samples' covariance that kernel ⊗ covariance accounts for, where estimated."""
+    is_known: InitVar[bool] = False
+    """The kernel is one by construction: it is not factored to find out."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, is_known: bool) -> None:
         if self.kernel.ndim != 2 or self.kernel.shape[0] < 2:
             raise InputError(
                 f"the kernel of a process is {tuple(self.kernel.shape)}.",
                 hint="it is tokens x tokens, with at least 2 tokens to choose among.",
             )
-        covariance_root(self.kernel.double(), what="kernel")
+        if not is_known:
+            check_covariance(self.kernel, what="kernel")
         if self.kernel[-1, -1].item() <= 0:
             raise InputError(
                 "the kernel leaves the last token without variance.",
                 hint="the last token is the query; kernel[-1, -1] must be positive.",
             )
         if self.covariance is not None:
-            covariance_root(self.covariance.double())
+            check_covariance(self.covariance)
         if self.mean is not None:
             if self.mean.ndim != 2 or self.mean.shape[0] != self.tokens:
                 raise InputError(
@@ -69,33 +73,58 @@ class TokenProcess:
         return self.kernel.shape[0]
 
     @classmethod
+    def named(
+        cls, name: str, tokens: int, *, phi: float = 0.9, covariance: Tensor | None = None
+    ) -> TokenProcess:
+        """The process of a name; `phi` belongs to `autoregressive`.
+
+        `unit-walk` is the random walk scaled to unit variance on average, as LayerNorm leaves
+        tokens: a kernel of trace T.
+
+        >>> TokenProcess.named("unit-walk", 3).kernel.diagonal()
+        tensor([0.5000, 1.0000, 1.5000], dtype=torch.float64)
+        """
+        if name not in get_args(ProcessName):
+            raise unknown("process", name, get_args(ProcessName))
+        if tokens < 2:
+            raise ConfigError(
+                f"a process needs at least 2 tokens, got {tokens}.",
+                hint="with one token attention has nothing to choose.",
+            )
+        if not -1 < phi < 1 and name == "autoregressive":
+            raise ConfigError(
+                f"phi must lie strictly between -1 and 1, got {phi}.",
+                hint="phi = 1 is the random walk: TokenProcess.random_walk.",
+            )
+        step = torch.arange(1, tokens + 1, dtype=torch.float64)
+        if name == "independent":
+            kernel = torch.eye(tokens, dtype=torch.float64)
+        elif name == "autoregressive":
+            kernel = step.new_tensor(phi) ** (step[:, None] - step).abs()
+        else:
+            kernel = torch.minimum(step[:, None], step)
+            kernel *= 2 / (tokens + 1) if name == "unit-walk" else 1
+        return cls(kernel, covariance, is_known=True)
+
+    @classmethod
     def random_walk(cls, tokens: int, *, covariance: Tensor | None = None) -> TokenProcess:
         """x_{t+1} ~ N(x_t, Σ) from the origin, so Cov(x_s, x_t) = min(s, t) Σ.
 
         Paper: Assumption 1.
         """
-        step = _steps(tokens)
-        return cls(torch.minimum(step[:, None], step), covariance)
+        return cls.named("random-walk", tokens, covariance=covariance)
 
     @classmethod
     def autoregressive(
         cls, tokens: int, phi: float, *, covariance: Tensor | None = None
     ) -> TokenProcess:
         """Stationary AR(1) tokens: Cov(x_s, x_t) = φ^|s−t| Σ."""
-        if not -1 < phi < 1:
-            raise ConfigError(
-                f"phi must lie strictly between -1 and 1, got {phi}.",
-                hint="phi = 1 is the random walk: TokenProcess.random_walk.",
-            )
-        step = _steps(tokens)
-        return cls(
-            torch.tensor(phi, dtype=torch.float64) ** (step[:, None] - step).abs(), covariance
-        )
+        return cls.named("autoregressive", tokens, phi=phi, covariance=covariance)
 
     @classmethod
     def independent(cls, tokens: int, *, covariance: Tensor | None = None) -> TokenProcess:
         """Tokens that know nothing of each other: Cov(x_s, x_t) = [s = t] Σ."""
-        return cls(torch.eye(len(_steps(tokens)), dtype=torch.float64), covariance)
+        return cls.named("independent", tokens, covariance=covariance)
 
     @classmethod
     def from_kernel(
@@ -153,8 +182,8 @@ class TokenProcess:
         by_token = spread.transpose(0, 1).flatten(1).contiguous()
         flat = by_token.view(tokens * count, -1)
         sigma = flat.mT @ flat / (freedom * tokens) if covariance is None else covariance.double()
-        if fit not in ("least_squares", "traces"):
-            raise ConfigError(f"unknown fit {fit!r}.", hint="use 'least_squares' or 'traces'.")
+        if fit not in get_args(Fit):
+            raise unknown("fit", fit, get_args(Fit))
         kernel = by_token @ by_token.mT / (freedom * sigma.trace())
         for _ in range(rounds if fit == "least_squares" else 0):
             previous = kernel
@@ -177,7 +206,7 @@ class TokenProcess:
                 f"cannot keep {tokens} of {self.tokens} tokens.", hint="keep at least 2 of them."
             )
         mean = None if self.mean is None else self.mean[:tokens]
-        return replace(self, kernel=self.kernel[:tokens, :tokens], mean=mean)
+        return replace(self, kernel=self.kernel[:tokens, :tokens], mean=mean, is_known=True)
 
     def sample(
         self, count: int, *, generator: torch.Generator, model: int | None = None
@@ -190,15 +219,11 @@ class TokenProcess:
                 f"cannot draw {count} sequences in {model} dimensions.",
                 hint="give count >= 1, and model= for a process without a covariance.",
             )
-        noise = torch.randn(
-            count,
-            self.tokens,
-            model,
-            generator=generator,
-            dtype=torch.float64,
-            device=self.kernel.device,
-        )
-        tokens = covariance_root(self.kernel.double(), what="kernel") @ noise
+        options: dict[str, Any] = {"dtype": torch.float64, "device": self.kernel.device}
+        noise = torch.randn(count, self.tokens, model, generator=generator, **options)
+        values, vectors = torch.linalg.eigh(self.kernel.double())
+        root = vectors * values.clamp_min(0).sqrt()
+        tokens = root @ noise
         if self.covariance is not None:
             tokens = tokens @ covariance_root(self.covariance.double()).mT
         return tokens if self.mean is None else tokens + self.mean.double()
@@ -212,15 +237,6 @@ def centered_kernel(
     cross = (kernel[:, -1] - row[-1]) / tokens
     spread = (kernel.diagonal() - 2 * row + row.mean()) / tokens**2
     return cross, spread.clamp_min(0)
-
-
-def _steps(tokens: int) -> Float[Tensor, " tokens"]:
-    if tokens < 2:
-        raise ConfigError(
-            f"a process needs at least 2 tokens, got {tokens}.",
-            hint="with one token attention has nothing to choose.",
-        )
-    return torch.arange(1, tokens + 1, dtype=torch.float64)
 
 
 def _clipped(matrix: Float[Tensor, "size size"]) -> Float[Tensor, "size size"]:

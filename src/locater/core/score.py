@@ -5,22 +5,38 @@ keys enter it only through b_i = Σ_j γⁱ_j k_j, so Y_i = 1/T + b_i·q/λ, and
 Gaussian in 2·head dimensions whatever the kernel, the means, the biases and the rotations are (a
 rotated key is a linear image of its token).  Hence every moment of the score and, after one
 eigendecomposition, its whole law.  No model × model product of factors is ever formed.
+
+The moments of (b_i, q) come from a process (`HeadMoments`) or from sampled tokens (`SampledHeads`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from locater.core.form import QKForm, Rotary, semidefinite_root
+from locater.core.form import (
+    QKForm,
+    Rotary,
+    Spectrum,
+    covariance_root,
+    gram_root,
+    semidefinite_root,
+)
 from locater.core.process import TokenProcess, centered_kernel
 from locater.core.quadratic import QuadraticLaw
 from locater.errors import InputError
+
+RhoMethod = Literal["exact", "gaussian", "saddlepoint"]
+_AT_ONCE = 8_000_000
+"""Numbers of position-wise matrices that are held at once."""
+_ROWS_AT_ONCE = 1_000_000
+"""Numbers of drawn rows that are held at once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,62 +53,50 @@ class HeadMoments:
     cross_gram: Float[Tensor, "*heads head head"]  # W_K Σ W_Qᵀ
     query_mean: Float[Tensor, "*heads head"] | None
     key_mean: Float[Tensor, "*heads tokens head"] | None
-    """After rotation; None when both means are zero."""
+    """After rotation."""
     shift: Float[Tensor, "*heads tokens"] | None
     """What a bias by distance adds to the logits."""
     rotary: Rotary | None
     temperature: float
 
     @classmethod
-    def of(cls, form: QKForm, process: TokenProcess) -> HeadMoments:
-        """Contract the factors with the process' covariance and means."""
-        form = form.to(torch.float64)
-        model, tokens = form.query.shape[-1], process.tokens
-        kernel = process.kernel.to(form.query)
-        query, key = form.query, form.key
-        if process.covariance is None:
-            colored_query, colored_key = query, key
-        else:
-            if process.covariance.shape[0] != model:
+    def of(
+        cls,
+        form: QKForm,
+        process: TokenProcess,
+        *,
+        spectrum: Spectrum | None = None,
+        is_cross: bool = False,
+    ) -> HeadMoments:
+        """Contract the factors with the process' covariance and means.
+
+        A `spectrum` of the form under the process' covariance lends its Gram matrices.  In
+        cross-attention the query knows nothing of the keys' tokens, which follow the process.
+        """
+        model = form.query.shape[-1]
+        for name, part in (("a covariance", process.covariance), ("means", process.mean)):
+            if part is not None and part.shape[1] != model:
                 raise InputError(
-                    f"the process has {process.covariance.shape[0]} dimensions, "
-                    f"the form has {model}.",
-                    hint="give a covariance of the form's model dimension.",
+                    f"the process has {part.shape[1]} dimensions, the form has {model}.",
+                    hint=f"give {name} of the form's model dimension.",
                 )
-            sigma = process.covariance.to(form.query)
-            colored_query, colored_key = query @ sigma, key @ sigma
-        if process.mean is not None and process.mean.shape[1] != model:
-            raise InputError(
-                f"the means have {process.mean.shape[1]} dimensions, the form has {model}.",
-                hint="give means of the form's model dimension.",
-            )
-        query_mean = key_mean = None
-        if process.mean is not None:
-            mean = process.mean.to(form.query)
-            query_mean, key_mean = query @ mean[-1], mean @ key.mT
-        if form.query_bias is not None:
-            query_mean = form.query_bias if query_mean is None else query_mean + form.query_bias
-        if form.key_bias is not None and form.rotary is not None:  # else the same for all keys
-            bias = form.key_bias[..., None, :].expand(*key.shape[:-2], tokens, key.shape[-2])
-            key_mean = bias if key_mean is None else key_mean + bias
-        if query_mean is None and key_mean is not None:
-            query_mean = torch.zeros_like(key_mean[..., 0, :])
-        if key_mean is None and query_mean is not None:
-            key_mean = torch.zeros_like(query_mean[..., None, :].repeat_interleave(tokens, -2))
-        moments = cls(
-            kernel,
-            colored_query @ query.mT,
-            colored_key @ key.mT,
-            colored_key @ query.mT,
+        if spectrum is None:
+            form = form.balanced()
+            query, key = form.query.double(), form.key.double()
+            sigma = None if process.covariance is None else process.covariance.to(query)
+            spectrum = Spectrum(query, key, form.temperature, sigma)
+        query_mean, key_mean = _means(form, process)
+        return cls(
+            process.kernel.to(spectrum.query),
+            spectrum.query_gram,
+            spectrum.key_gram,
+            torch.zeros_like(spectrum.cross_gram) if is_cross else spectrum.cross_gram,
             query_mean,
             key_mean,
-            _shift(form, tokens),
-            form.rotary,
+            _shift(form, process.tokens),
+            form.rotary and Rotary(form.rotary.frequencies.double(), form.rotary.layout),
             form.temperature,
         )
-        if form.rotary is None or key_mean is None:
-            return moments
-        return replace(moments, key_mean=form.rotary.turn(key_mean, moments.phases))
 
     @property
     def tokens(self) -> int:
@@ -103,8 +107,7 @@ class HeadMoments:
     def phases(self) -> Tensor:
         """How far each key is turned against the query."""
         assert self.rotary is not None
-        offset = torch.arange(1 - self.tokens, 1, dtype=torch.float64, device=self.kernel.device)
-        return self.rotary.phases(offset)
+        return _phases(self.rotary, self.tokens)
 
     def turned(
         self, matrix: Float[Tensor, "*heads head head"]
@@ -126,9 +129,15 @@ class HeadMoments:
         stack = self.key_gram.ndim - 2
         return self._mapped(lambda part: part.flatten(0, stack - 1) if stack else part[None])
 
-    def heads(self, rows: slice) -> HeadMoments:
-        """Some heads of a stack whose heads lie along one axis."""
-        return self._mapped(lambda part: part[rows])
+    def rho(self, method: RhoMethod = "exact") -> Float[Tensor, "*heads tokens"]:
+        """ρ at every position, a bounded number of heads at a time."""
+        flat, rows = self.flat(), []
+        heads, size = len(flat.key_gram), 2 * flat.key_gram.shape[-1]
+        some = max(1, _AT_ONCE // (self.tokens * size**2))
+        for start in range(0, heads, some):
+            few = slice(start, start + some)
+            rows.append(flat._mapped(lambda part, few=few: part[few]).score().rho(method))  # type: ignore[misc]
+        return torch.cat(rows).view(*self.key_gram.shape[:-2], self.tokens)
 
     def logits(
         self,
@@ -144,41 +153,31 @@ class HeadMoments:
         covariance = covariance + last[:, None] * last * (
             cross.flatten(-2) @ cross.mT.flatten(-2).mT
         )
-        if self.query_mean is not None and self.key_mean is not None:
-            ask = self.query_mean[..., None, :]
-            mean = mean + (self.key_mean * ask).sum(-1)
-            seen = (ask[..., None, :] @ self.turned(semidefinite_root(self.key_gram)))[..., 0, :]
+        query = None if self.query_mean is None else self.query_mean[..., None, :]
+        if query is not None:
+            seen = (query[..., None, :] @ self.turned(semidefinite_root(self.key_gram)))[..., 0, :]
             covariance = covariance + kernel * (seen @ seen.mT)
+        if self.key_mean is not None:
             own = self.key_mean @ root
             covariance = covariance + kernel[-1, -1] * (own @ own.mT)
-            reach = last[:, None] * (ask[..., None, :] @ cross)[..., 0, :]
+        if query is not None and self.key_mean is not None:
+            mean = mean + (self.key_mean * query).sum(-1)
+            reach = last[:, None] * (query[..., None, :] @ cross)[..., 0, :]
             mixed = reach @ self.key_mean.mT
             covariance = covariance + mixed + mixed.mT
         mean = mean / self.temperature
         return mean if self.shift is None else mean + self.shift, covariance / self.temperature**2
 
-    def sample_logits(
+    def gaussian_rows(
         self, draws: int, generator: torch.Generator
-    ) -> Float[Tensor, "draws *heads tokens"]:
-        """Draw rows of logits from their true law: products of Gaussian vectors."""
-        joint = torch.cat(
-            (
-                torch.cat((self.key_gram, self.cross_gram), -1),
-                torch.cat((self.cross_gram.mT, self.query_gram), -1),
-            ),
-            -2,
-        )
-        root, head = semidefinite_root(joint), self.key_gram.shape[-1]
-        shape = (draws, *joint.shape[:-2], self.tokens, 2 * head)
-        noise = torch.randn(shape, generator=generator, dtype=joint.dtype, device=joint.device)
-        pairs = semidefinite_root(self.kernel) @ noise @ root.mT
-        keys, query = pairs[..., :head], pairs[..., -1, head:]
-        if self.rotary is not None:
-            keys = self.rotary.turn(keys, self.phases)
-        if self.key_mean is not None and self.query_mean is not None:
-            keys, query = keys + self.key_mean, query + self.query_mean
-        logits = (keys @ query[..., None])[..., 0] / self.temperature
-        return logits if self.shift is None else logits + self.shift
+    ) -> Iterator[Float[Tensor, "one draws tokens"]]:
+        """Rows of Gaussian logits that have the true mean and covariance, head by head."""
+        mean, covariance = self.flat().logits()
+        noise = _normal((draws, *mean.shape), generator).movedim(1, 0)
+        for head, drawn in enumerate(noise):
+            values, vectors = torch.linalg.eigh(covariance[head])
+            root = vectors * values.clamp_min(0).sqrt()
+            yield (mean[head] + drawn @ root.mT)[None]
 
     def score(self) -> Score:
         """The joint law of (b_i, q) at every position."""
@@ -224,6 +223,219 @@ class HeadMoments:
 
 
 @dataclass(frozen=True, eq=False)
+class LogitDraws:
+    """Draws that all heads share, so that their rows of logits differ by the heads alone.
+
+    Given the last token's query q, the keys are Gaussian: logit j is k_T·q K[j, T]/K[T, T] plus
+    noise of covariance (K − K[:, T] K[T, :]/K[T, T]) · qᵀ G_kk q, all over λ.  So a row of logits
+    from its exact law costs one draw of (q, k_T) and one of tokens numbers.
+    """
+
+    noise: Float[Tensor, "draws tokens"]
+    """Of the keys, given the last token."""
+
+    @classmethod
+    def of(cls, process: TokenProcess, draws: int, generator: torch.Generator) -> LogitDraws:
+        """Draw what does not depend on the heads."""
+        kernel = process.kernel.to(generator.device, torch.float64)
+        last = kernel[:, -1]
+        root = gram_root((kernel - last[:, None] * last / last[-1])[:-1, :-1], 0.0)
+        normal = _normal((draws, len(root)), generator)
+        return cls(torch.nn.functional.pad(normal @ root.mT, (0, 1)))
+
+    def rows(
+        self,
+        moments: HeadMoments,
+        generator: torch.Generator,
+        dtype: torch.dtype = torch.float64,
+    ) -> Iterator[Float[Tensor, "heads draws tokens"]]:
+        """Rows of logits, a few heads at a time; the generator draws the last token."""
+        moments = moments.flat()
+        if moments.rotary is not None:
+            yield from self._turned(moments, generator, dtype)
+            return
+        query, key = self._last_token(moments, generator)
+        own = (query * key).sum(-1) / moments.temperature  # heads draws
+        spread = ((query @ moments.key_gram) * query).sum(-1).clamp_min(0).sqrt()
+        spread = spread / moments.temperature
+        share = (moments.kernel[:, -1] / moments.kernel[-1, -1]).to(dtype)
+        noise = self.noise.to(dtype)
+        for start in range(0, len(query), some := max(1, _ROWS_AT_ONCE // noise.numel())):
+            few = slice(start, start + some)
+            logits = own[few, :, None].to(dtype) * share + spread[few, :, None].to(dtype) * noise
+            if moments.key_mean is not None:
+                seen = query[few] @ moments.key_mean[few].mT / moments.temperature
+                logits = logits + seen.to(dtype)
+            yield logits if moments.shift is None else logits + moments.shift[few, None].to(dtype)
+
+    def _last_token(
+        self, moments: HeadMoments, generator: torch.Generator
+    ) -> tuple[Float[Tensor, "heads draws head"], Float[Tensor, "heads draws head"]]:
+        """The last token's query, mean included, and its key around the mean."""
+        joint = _joint(moments.query_gram, moments.cross_gram.mT, moments.key_gram)
+        # queries and keys of one token are often nearly dependent: lift the pivots a little
+        lift = 1e-12 * joint.diagonal(dim1=-2, dim2=-1).mean(-1) + 1e-300
+        eye = torch.eye(joint.shape[-1], dtype=joint.dtype, device=joint.device)
+        root = gram_root(joint + lift[:, None, None] * eye, 0.0)
+        normal = _normal((len(self.noise), joint.shape[-1]), generator)
+        pair = normal @ root.mT * moments.kernel[-1, -1].sqrt()
+        query, key = pair.tensor_split(2, -1)
+        return (query if moments.query_mean is None else query + moments.query_mean[:, None]), key
+
+    def _turned(
+        self, moments: HeadMoments, generator: torch.Generator, dtype: torch.dtype
+    ) -> Iterator[Float[Tensor, "one draws tokens"]]:
+        """Where every key is turned by its own distance, whole rows of keys are drawn."""
+        assert moments.rotary is not None
+        kernel = semidefinite_root(moments.kernel)
+        root = semidefinite_root(_joint(moments.key_gram, moments.cross_gram, moments.query_gram))
+        state, size = generator.get_state(), root.shape[-1]
+        some = max(1, 16 * _ROWS_AT_ONCE // (moments.tokens * size))
+        for head in range(len(root)):
+            generator.set_state(state)
+            found = []
+            for start in range(0, len(self.noise), some):
+                count = min(some, len(self.noise) - start)
+                noise = _normal((count, moments.tokens, size), generator)
+                keys, query = (kernel @ noise @ root[head].mT).tensor_split(2, -1)
+                keys, query = moments.rotary.turn(keys, moments.phases), query[:, -1]
+                keys = keys if moments.key_mean is None else keys + moments.key_mean[head]
+                query = query if moments.query_mean is None else query + moments.query_mean[head]
+                found.append((keys @ query[..., None])[..., 0] / moments.temperature)
+            logits = torch.cat(found)[None]
+            yield (logits if moments.shift is None else logits + moments.shift[head]).to(dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class SampledHeads:
+    """The last query and all keys of a stack of heads in every sequence, biased and rotated.
+
+    Their own means and covariances at every position hold for tokens whose covariance is no
+    Kronecker product: a first token unlike the others, or dimensions with memories of their own.
+
+    >>> tokens = torch.randn(50, 3, 2, generator=torch.Generator().manual_seed(0))
+    >>> heads = SampledHeads.of(QKForm(torch.eye(2), torch.eye(2), 1.0), tokens)
+    >>> (heads.logits()[0] - tokens[0] @ tokens[0, -1]).abs().amax().item() < 1e-5
+    True
+    """
+
+    query: Float[Tensor, "*heads samples head"]
+    key: Float[Tensor, "*heads samples tokens head"]
+    temperature: float
+    shift: Float[Tensor, "*heads tokens"] | None = None
+    """What a bias by distance adds to the logits."""
+
+    @classmethod
+    def of(cls, form: QKForm, samples: Float[Tensor, "samples tokens model"]) -> SampledHeads:
+        """Project the tokens as the form's attention does, in float64."""
+        if samples.ndim != 3 or samples.shape[0] < 2 or samples.shape[-1] != form.query.shape[-1]:
+            raise InputError(
+                f"samples are {tuple(samples.shape)} for a form of {form.query.shape[-1]} "
+                "dimensions.",
+                hint="give (samples, tokens, model) with at least 2 samples.",
+            )
+        form, samples = form.to(torch.float64), samples.double()
+        query = torch.einsum("nm,...hm->...nh", samples[:, -1], form.query)
+        key = torch.einsum("ntm,...hm->...nth", samples, form.key)
+        if form.query_bias is not None:
+            query = query + form.query_bias[..., None, :]
+        if form.key_bias is not None:
+            key = key + form.key_bias[..., None, None, :]
+        if form.rotary is not None:
+            key = form.rotary.turn(key, _phases(form.rotary, samples.shape[1]))
+        return cls(query, key, form.temperature, _shift(form, samples.shape[1]))
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return self.key.shape[-2]
+
+    @property
+    def samples(self) -> int:
+        """The number of sequences."""
+        return self.query.shape[-2]
+
+    def _each(self) -> Iterator[SampledHeads]:
+        """One head after the other."""
+        queries = self.query.reshape(-1, *self.query.shape[-2:])
+        keys = self.key.reshape(-1, *self.key.shape[-3:])
+        shifts = [None] * len(keys) if self.shift is None else self.shift.reshape(-1, self.tokens)
+        for query, key, shift in zip(queries, keys, shifts, strict=True):
+            yield SampledHeads(query, key, self.temperature, shift)
+
+    def logits(self) -> Float[Tensor, "samples *heads tokens"]:
+        """The logits that the head itself computes for every sequence."""
+        logits = (self.key @ self.query[..., None])[..., 0] / self.temperature
+        logits = logits if self.shift is None else logits + self.shift[..., None, :]
+        return logits.movedim(-2, 0)
+
+    def score(self) -> Score:
+        """The score with the first and second moments of (b_i, q) as sampled at every position."""
+        tokens, freedom = self.tokens, self.samples - 1
+        query_mean, key_mean = self.query.mean(-2), self.key.mean(-3)
+        query = self.query - query_mean[..., None, :]
+        keys = _centered(self.key - key_mean[..., None, :, :], -2).movedim(-2, -3).contiguous()
+        base = torch.full(key_mean.shape[:-1], 1 / tokens, dtype=keys.dtype, device=keys.device)
+        one = torch.ones(tokens, dtype=keys.dtype, device=keys.device)
+        return Score(
+            base if self.shift is None else base + _centered(self.shift, -1),
+            _centered(key_mean, -2),
+            query_mean,
+            one,
+            keys.mT @ keys / freedom,
+            one,
+            keys.mT @ query[..., None, :, :] / freedom,
+            query.mT @ query / freedom,
+            self.temperature,
+        )
+
+    def rho_given_query(self) -> Float[Tensor, "*heads tokens"]:
+        """ρ_i averaged over the sampled queries, for keys that are Gaussian given the query.
+
+        Nothing is assumed of the queries' own law, which is where many real heads are furthest from
+        Gaussian.
+        """
+        rows = []
+        for head in self._each():
+            score, query = head.score(), head.query
+            cross = score.cross_covariance
+            assert score.key_mean is not None
+            slope = cross @ torch.linalg.pinv(score.query_covariance, hermitian=True)
+            known = score.key_mean[:, None] + (query - query.mean(0)) @ slope.mT
+            mean = score.base[:, None] + (known * query).sum(-1) / self.temperature
+            free = ((query @ (score.key_covariance - slope @ cross.mT)) * query).sum(-1)
+            rows.append(normal_between(mean, free / self.temperature**2).mean(-1))
+        return torch.stack(rows).view(*self.query.shape[:-2], self.tokens)
+
+    def sample_logits(
+        self, draws: int, generator: torch.Generator, *, given_query: bool = False
+    ) -> Float[Tensor, "draws *heads tokens"]:
+        """Draw rows of logits as if queries and keys were Gaussian with the sampled moments.
+
+        A Gaussian mixture of the centered sequences has exactly their covariance, so nothing of
+        size (tokens · head)² is factored.  With `given_query` the queries are the sampled ones, and
+        only what they leave open of the keys is mixed.
+        """
+        mixture = _normal((draws, self.samples), generator) / (self.samples - 1) ** 0.5
+        picks = torch.randint(self.samples, (draws,), generator=generator, device=generator.device)
+        rows = []
+        for head in self._each():
+            query, key = head.query, head.key
+            own, spread = query - query.mean(0), (key - key.mean(0)).flatten(1)
+            if given_query:
+                slope = torch.linalg.pinv(own.mT @ own, hermitian=True) @ (own.mT @ spread)
+                last_query = query[picks]
+                drawn = own[picks] @ slope + mixture @ (spread - own @ slope)
+            else:
+                last_query = query.mean(0) + mixture @ own
+                drawn = mixture @ spread
+            keys = key.mean(0) + drawn.unflatten(-1, key.shape[1:])
+            rows.append((keys @ last_query[..., None])[..., 0] / self.temperature)
+        logits = torch.stack(rows, 1).view(draws, *self.query.shape[:-2], self.tokens)
+        return logits if self.shift is None else logits + self.shift
+
+
+@dataclass(frozen=True, eq=False)
 class Score:
     """Y_i = base_i + b_i·q/λ with b_i, q jointly Gaussian; covariances are scale × matrix.
 
@@ -240,27 +452,49 @@ class Score:
     query_covariance: Float[Tensor, "*heads head head"]
     temperature: float
 
-    def moments(self) -> tuple[Float[Tensor, "*heads tokens"], Float[Tensor, "*heads tokens"]]:
-        """Mean and variance of the score at every position."""
+    def parts(
+        self,
+    ) -> tuple[dict[str, Float[Tensor, ...]], dict[str, Float[Tensor, ...]]]:
+        """The terms of the score's mean and those of its variance, by what they come from."""
         key, cross = self.key_covariance, self.cross_covariance
         query = self.query_covariance[..., None, :, :]
-        mean = self.cross_scale * torch.einsum("...aa->...", cross)
-        variance = self.key_scale * (key * query).sum((-2, -1))
-        variance = variance + self.cross_scale.square() * (cross * cross.mT).sum((-2, -1))
-        if self.key_mean is not None and self.query_mean is not None:
-            ask, keys = self.query_mean[..., None, :, None], self.key_mean[..., None]
-            mean = mean + (keys * ask).sum((-2, -1))
-            variance = variance + self.key_scale * (ask.mT @ key @ ask)[..., 0, 0]
-            variance = variance + (keys.mT @ query @ keys)[..., 0, 0]
-            mixed = ((ask.mT @ cross) @ keys)[..., 0, 0]
-            variance = variance + 2 * self.cross_scale * mixed
-        return self.base + mean / self.temperature, variance / self.temperature**2
+        mean = {"kernel": self.cross_scale * torch.einsum("...aa->...", cross)}
+        variance = {
+            "fluctuations": self.key_scale * (key * query).sum((-2, -1)),
+            "kernel": self.cross_scale.square() * (cross * cross.mT).sum((-2, -1)),
+        }
+        own = None if self.query_mean is None else self.query_mean[..., None, :, None]
+        keys = None if self.key_mean is None else self.key_mean[..., None]
+        if own is not None:
+            variance["query mean"] = self.key_scale * (own.mT @ key @ own)[..., 0, 0]
+        if keys is not None:
+            variance["key means"] = (keys.mT @ query @ keys)[..., 0, 0]
+        if own is not None and keys is not None:
+            mean["means"] = (keys * own).sum((-2, -1))
+            variance["mixed"] = 2 * self.cross_scale * (own.mT @ cross @ keys)[..., 0, 0]
+        square = self.temperature**2
+        return (
+            {name: part / self.temperature for name, part in mean.items()},
+            {name: part / square for name, part in variance.items()},
+        )
+
+    def moments(self) -> tuple[Float[Tensor, "*heads tokens"], Float[Tensor, "*heads tokens"]]:
+        """Mean and variance of the score at every position."""
+        mean, variance = self.parts()
+        return self.base + sum(mean.values()), sum(variance.values(), torch.zeros_like(self.base))
+
+    def rho(self, method: RhoMethod = "exact") -> Float[Tensor, "*heads tokens"]:
+        """P(0 ≤ Y_i ≤ 1), from the law of the score or from its first two moments."""
+        if method == "gaussian":
+            return normal_between(*self.moments())
+        return chance(self.law(), method).view(self.base.shape)
 
     def law(self) -> QuadraticLaw:
         """The law of every score, heads and positions flattened into rows."""
-        if self.key_mean is None and self.key_covariance.shape[-3] == 1:
-            return self._law_by_kernel()
-        return self._law()
+        has_means = self.key_mean is not None or self.query_mean is not None
+        if has_means or self.key_covariance.shape[-3] > 1:
+            return self._law()
+        return self._law_by_kernel()
 
     def _law_by_kernel(self) -> QuadraticLaw:
         """Without means, positions with equal |u| and q share their weights, up to u's sign."""
@@ -303,10 +537,7 @@ class Score:
         side = (query.mT @ key @ basis)[..., None, :, :] * (free.sqrt() / 2)[..., None, :]
         core = shared.mT @ query
         core = u[..., None] * (core + core.mT)[..., None, :, :] / 2
-        middle = torch.cat(
-            (torch.cat((core, side), -1), torch.cat((side.mT, torch.zeros_like(core)), -1)), -2
-        )
-        return middle / self.temperature
+        return _joint(core, side, torch.zeros_like(core)) / self.temperature
 
     def _law(self) -> QuadraticLaw:
         shape = torch.broadcast_shapes(
@@ -319,31 +550,30 @@ class Score:
         # (b, q) and (αb, q/α) have the same product; equal sizes lose the fewest digits
         size = [torch.einsum("...aa->...", part).clamp_min(1e-300) for part in (query, key)]
         balance = (size[0] / size[1]).sqrt()[..., None, None]
-        joint = torch.cat(
-            (
-                torch.cat((key * balance, cross), -1),
-                torch.cat((cross.mT, query / balance), -1),
-            ),
-            -2,
-        ).flatten(0, -3)
-        factor = _factor(joint)
+        factor = gram_root(_joint(key * balance, cross, query / balance).flatten(0, -3))
         swapped = torch.cat((factor[:, head:], factor[:, :head]), -2)
         middle = factor.mT @ swapped / (2 * self.temperature)
         constant = self.base.expand(shape).flatten()
-        if self.key_mean is None or self.query_mean is None:
+        if self.key_mean is None and self.query_mean is None:
             return QuadraticLaw(constant, torch.linalg.eigvalsh(middle))
         weights, vectors = torch.linalg.eigh(middle)
         root = balance[..., 0].sqrt()
-        keys = (self.key_mean * root).flatten(0, -2)
-        ask = (self.query_mean[..., None, :] / root).expand(*shape, head).flatten(0, -2)
-        linear = (torch.cat((ask, keys), -1)[:, None] @ factor @ vectors)[:, 0] / self.temperature
-        return QuadraticLaw(constant + (keys * ask).sum(-1) / self.temperature, weights, linear)
+        none = torch.zeros_like(key[..., 0])
+        keys = none if self.key_mean is None else self.key_mean * root
+        own = none if self.query_mean is None else self.query_mean[..., None, :] / root
+        keys, own = (part.expand(*shape, head).flatten(0, -2) for part in (keys, own))
+        linear = (torch.cat((own, keys), -1)[:, None] @ factor @ vectors)[:, 0] / self.temperature
+        return QuadraticLaw(constant + (keys * own).sum(-1) / self.temperature, weights, linear)
 
 
 def symmetric_law(form: QKForm, process: TokenProcess) -> QuadraticLaw:
     """The law of a symmetric form's scores: one eigendecomposition serves all positions."""
-    spectrum = form.spectrum(process.covariance)
-    values = torch.linalg.eigvalsh(spectrum.form.query.mT @ spectrum.form.key)
+    form = form.balanced()
+    matrix = form.matrix().double()
+    if process.covariance is not None:
+        root = covariance_root(process.covariance.to(matrix), model=matrix.shape[-1])
+        matrix = root.mT @ matrix @ root
+    values = torch.linalg.eigvalsh(matrix)
     kernel = process.kernel.to(values)
     cross, spread = centered_kernel(kernel)
     size = (spread * kernel[-1, -1]).sqrt()  # √(u² + κ)
@@ -351,6 +581,51 @@ def symmetric_law(form: QKForm, process: TokenProcess) -> QuadraticLaw:
     rows = (values[..., None, None, :] * weights[..., None]).movedim(-3, -2).flatten(-2)
     constant = torch.full(rows.shape[:-1], 1 / process.tokens, dtype=rows.dtype, device=rows.device)
     return QuadraticLaw(constant.flatten(), rows.flatten(0, -2))
+
+
+def chance(law: QuadraticLaw, method: RhoMethod) -> Float[Tensor, " rows"]:
+    """P(0 ≤ Y ≤ 1) of every row, exactly or by Lugannani and Rice."""
+    return law.saddlepoint_between(0.0, 1.0) if method == "saddlepoint" else law.between(0.0, 1.0)
+
+
+def normal_between(
+    mean: Float[Tensor, "*shape"], variance: Float[Tensor, "*shape"]
+) -> Float[Tensor, "*shape"]:
+    """P(0 ≤ N(mean, variance) ≤ 1), without cancellation in either tail."""
+    # below ½ the upper tails are the small ones, and erfc keeps their digits
+    mean = torch.where(mean > 0.5, 1 - mean, mean)
+    is_certain = variance <= 0
+    safe = torch.where(is_certain, 0.5, variance).sqrt() * math.sqrt(2)
+    between = (torch.erfc(-mean / safe) - torch.erfc((1 - mean) / safe)) / 2
+    return torch.where(is_certain, (mean >= 0).to(mean), between)
+
+
+def _means(form: QKForm, process: TokenProcess) -> tuple[Tensor | None, Tensor | None]:
+    """The mean query, and the mean keys as the query sees them; None for zeros."""
+    query_mean = None if form.query_bias is None else form.query_bias.double()
+    key_mean = None
+    if process.mean is not None:
+        mean = process.mean.to(form.query.device, torch.float64)
+        key_mean = mean @ form.key.double().mT
+        own = form.query.double() @ mean[-1]
+        query_mean = own if query_mean is None else own + query_mean
+    if form.rotary is None:  # what a bias adds is the same for all keys
+        return query_mean, key_mean
+    if form.key_bias is not None:
+        bias = form.key_bias.double()[..., None, :]
+        if key_mean is None:
+            key_mean = bias.expand(*bias.shape[:-2], process.tokens, -1)
+        else:
+            key_mean = key_mean + bias
+    if key_mean is not None:
+        key_mean = form.rotary.turn(key_mean, _phases(form.rotary, process.tokens))
+    return query_mean, key_mean
+
+
+def _phases(rotary: Rotary, tokens: int) -> Tensor:
+    """How far each key is turned against the last query."""
+    device = rotary.frequencies.device
+    return rotary.phases(torch.arange(1 - tokens, 1, dtype=torch.float64, device=device))
 
 
 def _shift(form: QKForm, tokens: int) -> Float[Tensor, "*heads tokens"] | None:
@@ -362,7 +637,7 @@ def _shift(form: QKForm, tokens: int) -> Float[Tensor, "*heads tokens"] | None:
             f"the process has {tokens} tokens.",
             hint="give a bias for every distance from 0 to tokens - 1.",
         )
-    return form.distance_bias[..., :tokens].flip(-1)
+    return form.distance_bias.double()[..., :tokens].flip(-1)
 
 
 def _centered(values: Tensor, axis: int) -> Tensor:
@@ -370,11 +645,10 @@ def _centered(values: Tensor, axis: int) -> Tensor:
     return (values - values.mean(axis, keepdim=True)) / values.shape[axis]
 
 
-def _factor(joint: Float[Tensor, "rows size size"]) -> Float[Tensor, "rows size size"]:
-    """L with L Lᵀ = joint: Cholesky, or an eigenvalue root for the rows that are singular."""
-    factor, failed = torch.linalg.cholesky_ex(joint)
-    pivots = factor.diagonal(dim1=-2, dim2=-1)
-    singular = (failed > 0) | ~(pivots.amin(-1) > 1e-6 * pivots.amax(-1))
-    if bool(singular.any()):
-        factor[singular] = semidefinite_root(joint[singular])
-    return factor
+def _joint(first: Tensor, cross: Tensor, second: Tensor) -> Tensor:
+    """The block matrix [[first, cross], [crossᵀ, second]]."""
+    return torch.cat((torch.cat((first, cross), -1), torch.cat((cross.mT, second), -1)), -2)
+
+
+def _normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator, dtype=torch.float64, device=generator.device)

@@ -7,7 +7,6 @@ its piecewise-linear form (Section 2), the entropy of attention.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -17,11 +16,25 @@ from torch import Tensor
 
 from locater.core.form import QKForm
 from locater.core.process import TokenProcess
-from locater.core.quadratic import QuadraticLaw
-from locater.core.score import HeadMoments, symmetric_law
-from locater.errors import ConfigError, InputError
+from locater.core.score import HeadMoments, LogitDraws, chance, normal_between, symmetric_law
+from locater.errors import ConfigError, InputError, unknown
 
 Source = Literal["theory", "simulated", "measured"]
+ON = 0.5
+"""A token is on when its ρ is at least this share of the largest ρ."""
+VANISHING = 0.1
+"""A largest ρ below this counts as vanished."""
+
+
+def is_on(rho: Float[Tensor, "*heads positions"]) -> Bool[Tensor, "*heads positions"]:
+    """Which tokens are on, next to the one that lets the most through."""
+    return rho >= ON * rho.amax(-1, keepdim=True)
+
+
+def participation(rho: Float[Tensor, "*heads positions"]) -> Float[Tensor, "*heads"]:
+    """(Σρ)² / (T Σρ²): 1 when ρ is uniform, 1/T when a single token is on."""
+    squares = rho.square().sum(-1).clamp_min(torch.finfo(rho.dtype).tiny)
+    return rho.sum(-1).square() / (rho.shape[-1] * squares)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -40,6 +53,20 @@ class Profile:
     """Of `rho`, where it was sampled; None where it was computed."""
     label: str = ""
 
+    @classmethod
+    def by_token(
+        cls,
+        rho: Float[Tensor, "*heads tokens"],
+        label: str = "",
+        *,
+        source: Source = "theory",
+        standard_error: Float[Tensor, "*heads tokens"] | None = None,
+    ) -> Profile:
+        """A profile at every token, θ = 1/T … 1."""
+        tokens = rho.shape[-1]
+        theta = torch.arange(1, tokens + 1, dtype=torch.float64, device=rho.device) / tokens
+        return cls(theta=theta, rho=rho, source=source, standard_error=standard_error, label=label)
+
     def __post_init__(self) -> None:
         if self.rho.shape[-1:] != self.theta.shape:
             raise InputError(
@@ -54,9 +81,8 @@ class Profile:
 
     @property
     def participation(self) -> Float[Tensor, "*heads"]:
-        """(Σρ)² / (T Σρ²): 1 when ρ is uniform, 1/T when a single token is on."""
-        squares = self.rho.square().sum(-1).clamp_min(torch.finfo(self.rho.dtype).tiny)
-        return self.rho.sum(-1).square() / (self.rho.shape[-1] * squares)
+        """How evenly ρ is spread over the tokens: see `participation`."""
+        return participation(self.rho)
 
     def records(self) -> list[dict[str, Any]]:
         """One plain dictionary per head and position: what JSON and plots need."""
@@ -137,9 +163,6 @@ Method = Literal["exact", "gaussian", "saddlepoint", "as_printed"]
 LogitLaw = Literal["gaussian", "exact"]
 RegimeName = Literal["late", "middle", "early", "uniform", "vanishing", "scattered"]
 
-_HEADS_AT_ONCE = 8_000_000
-"""Numbers of the position-wise matrices that `propagation` holds at once."""
-
 
 def logit_variance(
     theta: Float[Tensor, "*shape"], *, tokens: float = math.inf, lemma1: Lemma1 = "corrected"
@@ -195,8 +218,8 @@ def rho_limit(
         )
     if lemma1 == "as_printed":
         tokens = math.inf
-    deviation = eta * logit_variance(theta, tokens=tokens, lemma1=lemma1).sqrt()
-    return normal_between(logit_mean(theta, xi=xi, eta=eta, tokens=tokens), deviation)
+    variance = eta**2 * logit_variance(theta, tokens=tokens, lemma1=lemma1)
+    return normal_between(logit_mean(theta, xi=xi, eta=eta, tokens=tokens), variance)
 
 
 def rho_limit_slope(
@@ -263,24 +286,20 @@ def propagation(form: QKForm, process: TokenProcess, *, method: Method = "exact"
     tensor([0.4389, 0.8110, 0.8096], dtype=torch.float64)
     """
     _check_choice("method", method, get_args(Method))
-    device = form.query.device
-    theta = torch.arange(1, process.tokens + 1, dtype=torch.float64, device=device) / process.tokens
-    if method == "gaussian":
-        mean, variance = score_moments(form, process)
-        rho = normal_between(mean, variance.clamp_min(0).sqrt())
-    elif method == "as_printed":
+    extras = (process.mean, form.query_bias, form.rotary, form.distance_bias)
+    if method == "as_printed":
         spectrum = form.spectrum(process.covariance)
+        theta = torch.arange(1, process.tokens + 1).to(spectrum.trace) / process.tokens
         scale = (spectrum.trace_of_square + spectrum.frobenius_squared).clamp_min(0) / 2
         mean = (theta - 0.5) * spectrum.r[..., None]
         variance = logit_variance(theta, lemma1="as_printed") * scale[..., None]
-        rho = normal_between(mean, variance.sqrt() / form.temperature)
+        rho = normal_between(mean, variance / form.temperature**2)
+    elif method != "gaussian" and form.is_symmetric and all(part is None for part in extras):
+        rho = chance(symmetric_law(form, process), method)
+        rho = rho.view(*form.query.shape[:-2], process.tokens)
     else:
-        rows = [
-            law.between(0.0, 1.0) if method == "exact" else law.saddlepoint_between(0.0, 1.0)
-            for law in _laws(form, process)
-        ]
-        rho = torch.cat(rows).view(*form.query.shape[:-2], process.tokens)
-    return Profile(theta=theta, rho=rho, label=method)
+        rho = HeadMoments.of(form, process).rho(method)
+    return Profile.by_token(rho, method)
 
 
 @dataclass(frozen=True, eq=False)
@@ -314,37 +333,27 @@ def predicted_attention(
     _check_choice("law", law, get_args(LogitLaw))
     if draws < 2:
         raise ConfigError(f"draws must be 2 or more, got {draws}.", hint="2000 is usual.")
-    moments = HeadMoments.of(form, process)
-    mean, covariance = moments.logits()
     if generator is None:
-        generator = torch.Generator(mean.device).manual_seed(0)
-    values, vectors = torch.linalg.eigh(covariance)
-    root = vectors * values.clamp_min(0).sqrt()[..., None, :]
-    numbers = mean.numel() * (2 * form.query.shape[-2] if law == "exact" else 1)
-    block = max(1, min(draws, 4_000_000 // numbers))
-    sums = [torch.zeros_like(part) for part in (mean, mean, mean[..., 0], mean[..., 0])]
-    for start in range(0, draws, block):
-        count = min(block, draws - start)
-        if law == "exact":
-            logits = moments.sample_logits(count, generator)
-        else:
-            size = (count, *mean.shape)
-            noise = torch.randn(size, generator=generator, dtype=mean.dtype, device=mean.device)
-            logits = mean + (root @ noise[..., None])[..., 0]
+        generator = torch.Generator(form.query.device).manual_seed(0)
+    moments = HeadMoments.of(form, process)
+    if law == "exact":
+        rows = LogitDraws.of(process, draws, generator).rows(moments, generator)
+    else:
+        rows = moments.gaussian_rows(draws, generator)
+    found = []
+    for logits in rows:
         attention = torch.softmax(logits, -1)
         entropy = attention_entropy(attention)
-        parts = (attention, attention.square(), entropy, entropy.square())
-        sums = [total + part.sum(0) for total, part in zip(sums, parts, strict=True)]
-    attention, attention_square, entropy, entropy_square = (total / draws for total in sums)
+        parts = ((part.mean(1), part.std(1) / math.sqrt(draws)) for part in (attention, entropy))
+        found.append([value for pair in parts for value in pair])
+    stack = form.query.shape[:-2]
     return PredictedAttention(
-        attention,
-        ((attention_square - attention.square()).clamp_min(0) / (draws - 1)).sqrt(),
-        entropy,
-        ((entropy_square - entropy.square()).clamp_min(0) / (draws - 1)).sqrt(),
-    )
+        *(torch.cat(parts).unflatten(0, stack) if stack else torch.cat(parts)[0]
+          for parts in zip(*found, strict=True))
+    )  # fmt: skip
 
 
-_REGIMES: tuple[RegimeName, ...] = get_args(RegimeName)
+REGIMES: tuple[RegimeName, ...] = get_args(RegimeName)
 
 
 @dataclass(frozen=True, eq=False)
@@ -369,7 +378,7 @@ class Regime:
     @property
     def names(self) -> list[RegimeName]:
         """One name per head, stacks flattened."""
-        return [_REGIMES[index] for index in self.index.flatten().tolist()]
+        return [REGIMES[index] for index in self.index.flatten().tolist()]
 
     @property
     def name(self) -> RegimeName:
@@ -399,46 +408,19 @@ def classify(form: QKForm, process: TokenProcess, *, method: Method = "exact") -
 def regime_of(profile: Profile, r: Float[Tensor, "*heads"]) -> Regime:
     """Name the regime of heads whose ρ is known at every position."""
     rho, tokens = profile.rho, profile.rho.shape[-1]
-    is_on = rho >= profile.peak[..., None] / 2
-    count = is_on.sum(-1)
-    first = is_on.int().argmax(-1) + 1
-    last = tokens - is_on.flip(-1).int().argmax(-1)
-    index = torch.full_like(count, _REGIMES.index("middle"))
-    index[last == tokens] = _REGIMES.index("late")
-    index[first == 1] = _REGIMES.index("early")
-    index[count < last - first + 1] = _REGIMES.index("scattered")
-    index[count == tokens] = _REGIMES.index("uniform")
-    index[profile.peak < 0.1] = _REGIMES.index("vanishing")
+    on = is_on(rho)
+    count = on.sum(-1)
+    first = on.int().argmax(-1) + 1
+    last = tokens - on.flip(-1).int().argmax(-1)
+    index = torch.full_like(count, REGIMES.index("middle"))
+    index[last == tokens] = REGIMES.index("late")
+    index[first == 1] = REGIMES.index("early")
+    index[count < last - first + 1] = REGIMES.index("scattered")
+    index[count == tokens] = REGIMES.index("uniform")
+    index[profile.peak < VANISHING] = REGIMES.index("vanishing")
     return Regime(r, index, count, first, last, profile)
-
-
-def _laws(form: QKForm, process: TokenProcess) -> Iterator[QuadraticLaw]:
-    """The laws of all scores, a bounded number of heads at a time, in the order of the heads."""
-    extras = (process.mean, form.query_bias, form.rotary, form.distance_bias)
-    if form.is_symmetric and all(extra is None for extra in extras):
-        yield symmetric_law(form, process)
-        return
-    moments = HeadMoments.of(form, process).flat()
-    heads, size = moments.key_gram.shape[0], 2 * moments.key_gram.shape[-1]
-    some = max(1, _HEADS_AT_ONCE // (process.tokens * size**2))
-    for start in range(0, heads, some):
-        yield moments.heads(slice(start, start + some)).score().law()
-
-
-def normal_between(
-    mean: Float[Tensor, "*shape"], deviation: Float[Tensor, "*shape"]
-) -> Float[Tensor, "*shape"]:
-    """P(0 ≤ N(mean, deviation²) ≤ 1), without cancellation in either tail."""
-    # below ½ the upper tails are the small ones, and erfc keeps their digits
-    mean = torch.where(mean > 0.5, 1 - mean, mean)
-    is_certain = deviation == 0
-    safe = torch.where(is_certain, 1.0, deviation) * math.sqrt(2)
-    chance = (torch.erfc(-mean / safe) - torch.erfc((1 - mean) / safe)) / 2
-    return torch.where(is_certain, (mean >= 0).to(mean), chance)
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise ConfigError(
-            f"unknown {name} {value!r}.", hint="choose one of: " + ", ".join(choices) + "."
-        )
+        raise unknown(name, value, choices)

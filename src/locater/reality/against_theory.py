@@ -17,14 +17,13 @@ from torch import Tensor, nn
 
 from locater.core.bounds import entropy_lower_bound
 from locater.core.diagnosis import Diagnosis, diagnose
-from locater.core.full_moments import SampledHeads
 from locater.core.gaussianity import Gaussianity, gaussianity, random_projections
 from locater.core.process import TokenProcess
+from locater.core.score import SampledHeads, normal_between
 from locater.core.theory import (
     Profile,
     attention_entropy,
     linearized_softmax,
-    normal_between,
 )
 from locater.engines import one_thread
 from locater.errors import ConfigError, InputError, LocaterError
@@ -522,15 +521,9 @@ def measure(logits: Float[Tensor, "blocks heads tokens"], label: str = "") -> Me
     spread = centered - centered.mean(0)
     variance = spread.square().mean(0)
     safe = variance.clamp_min(1e-300)
-    theta = torch.arange(1, tokens + 1, dtype=torch.float64) / tokens
+    error = (rho * (1 - rho) / blocks).sqrt()
     return Measured(
-        profile=Profile(
-            theta=theta,
-            rho=rho,
-            source="measured",
-            standard_error=(rho * (1 - rho) / blocks).sqrt(),
-            label=label,
-        ),
+        profile=Profile.by_token(rho, label, source="measured", standard_error=error),
         entropy=entropy.mean(0),
         entropy_error=entropy.std(0) / math.sqrt(blocks),
         attention=attention.mean(0),
@@ -538,7 +531,7 @@ def measure(logits: Float[Tensor, "blocks heads tokens"], label: str = "") -> Me
         logit_variance=variance * blocks / (blocks - 1),
         logit_kurtosis=(spread.pow(4).mean(0) / safe.square() - 3).mean(-1),
         entropy_bound=entropy_lower_bound(norm, tokens).mean(0),
-        gaussian_rho=normal_between(score.mean(0), score.std(0)),
+        gaussian_rho=normal_between(score.mean(0), score.var(0)),
     )
 
 

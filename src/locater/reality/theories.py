@@ -12,13 +12,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater.core.form import QKForm
-from locater.core.full_moments import SampledHeads
 from locater.core.process import TokenProcess
-from locater.core.score import HeadMoments
+from locater.core.score import HeadMoments, SampledHeads
 from locater.core.theory import (
     Profile,
     attention_entropy,
-    normal_between,
     predicted_attention,
     propagation,
 )
@@ -78,7 +76,7 @@ def predictions(
         makers["full_gaussian"] = lambda: _full(heads, exact=False)
     makers["full"] = lambda: _drawn(_full(heads, exact=exact), heads, draws, generator)
     makers["given_query"] = lambda: _drawn(
-        Prediction(_profile(heads.rho_given_query(), "given the query")),
+        Prediction(Profile.by_token(heads.rho_given_query(), "given the query")),
         heads,
         draws,
         generator,
@@ -117,12 +115,8 @@ def _full(heads: SampledHeads, *, exact: bool) -> Prediction:
     """With the moments of queries and keys themselves."""
     score, tokens = heads.score(), heads.tokens
     mean, variance = score.moments()
-    if exact:
-        rho = score.law().between(0.0, 1.0).view(mean.shape)
-    else:
-        rho = normal_between(mean, variance.clamp_min(0).sqrt())
     return Prediction(
-        _profile(rho, "full moments"),
+        Profile.by_token(score.rho("exact" if exact else "gaussian"), "full moments"),
         logit_mean=tokens * mean - 1,
         logit_variance=tokens**2 * variance,
     )
@@ -141,9 +135,3 @@ def _drawn(
     attention = torch.softmax(logits, -1)
     entropy = attention_entropy(attention).mean(0)
     return replace(prediction, entropy=entropy, attention=attention.mean(0))
-
-
-def _profile(rho: Float[Tensor, "heads tokens"], label: str) -> Profile:
-    tokens = rho.shape[-1]
-    theta = torch.arange(1, tokens + 1, dtype=torch.float64) / tokens
-    return Profile(theta=theta, rho=rho, label=label)
