@@ -270,7 +270,7 @@ class Item:
 
 
 MOVED = 1e-12
-"""Since traces and Grams are summed in one place for audit, theory and penalty; by 3e-15 at most."""
+"""Since audit, theory and penalty sum traces and Grams in one place; by 3e-15 at most."""
 ITEMS: dict[str, Item] = {
     **{f"audit-{name}": Item(partial(audit, name), MOVED) for name in FAMILIES},
     "audit-walk": Item(partial(audit, "bert", "--process", "random-walk", "--no-gains"), MOVED),
