@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jaxtyping
 import pytest
 import torch
 from scipy import stats
@@ -40,12 +39,6 @@ FALSE_ALARMS = 1e-6  # of a whole test, shared equally by its comparisons
 ESTIMATORS: tuple[Estimator, ...] = ("conditional", "count")
 PANELS = preset("fig5")
 TINY = SimulateConfig(tokens=6, model=5, sequences=40, draws=3, pairs=((0.5, 0.1), (0.0, 0.5)))
-
-
-@pytest.fixture
-def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a user's machine: the package has to notice itself."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 def bits(simulation: Simulation) -> list[dict[str, Any]]:

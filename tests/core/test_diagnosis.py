@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.core.test_full_moments import example_form, example_process
+from tests.core.test_sampled_heads import example_form, example_process
 
 from locater import QKForm, TokenProcess, propagation, score_moments
 from locater.core.diagnosis import diagnose

@@ -360,3 +360,115 @@ def test_no_spectrum_has_an_infeasible_xi_or_eta(
 ) -> None:
     with pytest.raises(ConfigError, match=match):
         QKForm.from_xi_eta(xi, eta, dim=dim)
+
+
+# --- forms as an algebra ----------------------------------------------------------------------
+
+
+def dressed(seed: int, *heads: int) -> QKForm:
+    """A stack of heads with everything that a form can carry."""
+    generator = torch.Generator().manual_seed(seed)
+    return QKForm(
+        *normal(generator, 2, *heads, 4, 5),
+        temperature=1.7,
+        query_bias=normal(generator, *heads, 4),
+        key_bias=normal(generator, *heads, 4),
+        distance_bias=normal(generator, *heads, 6),
+        rotary=Rotary.from_base(4),
+    )
+
+
+@pytest.mark.parametrize("index", [0, -1, slice(1, 3), [2, 0], (1, 0), (slice(None), 1)])
+def test_some_heads_of_a_stack_are_those_heads(index: object) -> None:
+    form = dressed(0, 3, 2)
+    some = form[index]
+    assert some.rotary is form.rotary
+    torch.testing.assert_close(some.matrix(), form.matrix()[index])  # type: ignore[index]
+    for name in ("query_bias", "key_bias", "distance_bias"):
+        assert torch.equal(getattr(some, name), getattr(form, name)[index])
+
+
+@given(head=HEADS, other=HEADS, model=MODELS, seed=SEEDS)
+def test_a_difference_is_that_of_the_dense_matrices(
+    head: int, other: int, model: int, seed: int
+) -> None:
+    first, second = draw(head, model, seed, 2)[0], draw(other, model, seed + 1, 2)[0]
+    difference = first - second
+    dense = first.matrix() - second.matrix()
+    close(difference.matrix(), dense, dense.abs().amax())
+    assert difference.query.shape[-2] == head + other
+    close(difference.frobenius_squared(), dense.square().sum((-2, -1)), dense.norm() ** 2)
+
+
+def test_a_small_difference_keeps_its_digits() -> None:
+    form = draw(3, 6, 0)[0]
+    query, key = form.query, form.key
+    near = QKForm(query + 1e-9 * query.flip(0), key - 1e-9 * key, form.temperature)
+    first_order = 1e-9 * (query.flip(0).mT @ key - query.mT @ key)
+    change = (near - form).frobenius_squared().sqrt().item()
+    assert change == pytest.approx(first_order.norm().item(), rel=1e-7)
+    assert (form - form).frobenius_squared().item() == 0
+
+
+@given(head=HEADS, model=MODELS, seed=SEEDS)
+def test_the_transpose_and_what_it_says_of_asymmetry(head: int, model: int, seed: int) -> None:
+    form = draw(head, model, seed)[0]
+    assert torch.equal(form.T.matrix(), form.key.mT @ form.query)
+    size = form.frobenius_squared()
+    gap = (form - form.T).frobenius_squared() / (4 * size)
+    torch.testing.assert_close(form.spectrum().asymmetry, gap, rtol=1e-9, atol=1e-12)
+
+
+def test_heads_and_differences_that_do_not_exist_are_refused() -> None:
+    form = dressed(0, 3)
+    for index in (3, (0, 0), 1.5):
+        with pytest.raises(InputError, match=r"a stack of heads \(3,\) has no .*\nhint: index"):
+            form[index]
+    with pytest.raises(InputError, match=r"5 dimensions with temperature 1.7 less one on 4 with"):
+        form - QKForm(torch.ones(3, 4, 4), torch.ones(3, 4, 4), 1.7)
+    with pytest.raises(InputError, match=r"temperature 1.7 less one on 5 with 2.\nhint: give both"):
+        form - QKForm(form.query, form.key, 2.0)
+
+
+# --- sizes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        (torch.zeros(0, 2, 3), r"query and key are \(0, 2, 3\): they hold no numbers"),
+        (torch.zeros(2, 0, 3), r"query and key are \(2, 0, 3\)"),
+        (torch.zeros(2, 3, 0), r"query and key are \(2, 3, 0\)"),
+        (torch.ones(2, 3) * 1j, r"query holds torch.complex64, not floating-point"),
+        (torch.ones(2, 3, dtype=torch.int8), r"query holds torch.int8, not floating-point"),
+    ],
+)
+def test_weights_that_are_no_weights_are_refused(query: Tensor, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        QKForm(query, query, 1.0)
+
+
+def test_a_spectrum_beyond_all_numbers_is_refused() -> None:
+    huge = 1e75 * torch.ones(2, 3, dtype=torch.float64)
+    with pytest.raises(InputError, match=r"factors of 1e\+75 and 1e\+75 have a W_QK whose square"):
+        QKForm(huge, huge, 1.0).spectrum()
+    fine = QKForm(huge / 1e6, huge / 1e6, 1.0).spectrum()
+    assert fine.frobenius_squared.isfinite() and fine.stable_rank.item() == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("exponent", [-500, -200, 150, 480])
+def test_a_balanced_form_has_the_same_logits_to_the_last_bit(exponent: int) -> None:
+    form = dressed(1, 2)
+    far = QKForm(
+        *(torch.ldexp(part, torch.tensor(exponent)) for part in (form.query, form.key)),
+        math.ldexp(form.temperature, min(2 * exponent, 1000)),
+    )
+    near = far.balanced()
+    assert near.query.abs().amax() < 1 and near.key.abs().amax() < 1
+    tokens = normal(torch.Generator().manual_seed(0), 2, 5)
+    ours = (near.query @ tokens[0] * (near.key @ tokens[1])).sum(-1) / near.temperature
+    theirs = (form.query @ tokens[0] * (form.key @ tokens[1])).sum(-1) / form.temperature
+    if 2 * exponent <= 1000:
+        assert torch.equal(ours, theirs)
+    assert form.balanced() is form

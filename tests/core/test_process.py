@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable
 from statistics import NormalDist
+from typing import get_args
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from scipy import stats
 from torch import Tensor
 
 from locater import ConfigError, InputError, LocaterError, TokenProcess
-from locater.core.process import centered_kernel, squared_norm
+from locater.core.process import ProcessName, centered_kernel, squared_norm
 
 SEEDS = st.integers(0, 2**31)
 NAN = math.nan
@@ -446,3 +447,48 @@ def test_the_norm_of_a_covariance_is_right_however_few_samples_there_are(
         sample = torch.tensor(found)
         error = sample.std() / math.sqrt(len(sample))
         assert (abs(sample.mean() - values.square().sum()) < limit * error) == holds
+
+
+@pytest.mark.parametrize("name", get_args(ProcessName))
+def test_a_process_by_name_is_a_covariance_without_being_asked(name: str) -> None:
+    process = TokenProcess.named(name, 12, phi=-0.7)
+    assert torch.linalg.eigvalsh(process.kernel)[0] > 0
+    assert TokenProcess.from_kernel(process.kernel).tokens == 12  # which checks it
+
+
+def test_names_are_those_of_the_constructors() -> None:
+    for name, made in (
+        ("random-walk", TokenProcess.random_walk(5)),
+        ("autoregressive", TokenProcess.autoregressive(5, 0.3)),
+        ("independent", TokenProcess.independent(5)),
+    ):
+        assert torch.equal(TokenProcess.named(name, 5, phi=0.3).kernel, made.kernel)
+    walk = TokenProcess.random_walk(5).kernel
+    unit = TokenProcess.named("unit-walk", 5).kernel
+    assert unit.trace().item() == pytest.approx(5.0)
+    torch.testing.assert_close(unit / unit[0, 0], walk)
+    with pytest.raises(ConfigError, match=r"unknown process 'dance'.\nhint: choose one of: unit-w"):
+        TokenProcess.named("dance", 5)
+
+
+def test_a_kernel_that_is_known_to_be_one_is_not_factored(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("cholesky_ex", "eigh", "eigvalsh"):
+        monkeypatch.setattr(torch.linalg, name, None)
+    process = TokenProcess.named("unit-walk", 2048)
+    assert process.truncate(1024).tokens == 1024
+    with pytest.raises(TypeError):
+        TokenProcess.from_kernel(process.kernel)  # a kernel of one's own is
+
+
+def test_a_kernel_with_a_small_negative_eigenvalue_is_told_from_a_rounded_one() -> None:
+    generator = torch.Generator().manual_seed(0)
+    basis, _ = torch.linalg.qr(torch.randn(6, 6, generator=generator, dtype=torch.float64))
+    values = torch.linspace(1, 2, 6, dtype=torch.float64)
+    for least, is_one in ((-1e-7, True), (-1e-5, False)):
+        values[0] = least
+        kernel = (basis * values) @ basis.mT
+        if is_one:
+            assert TokenProcess.from_kernel((kernel + kernel.mT) / 2).tokens == 6
+        else:
+            with pytest.raises(InputError, match="kernel is not positive definite"):
+                TokenProcess.from_kernel((kernel + kernel.mT) / 2)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from unittest import mock
 
 import numpy as np
@@ -495,3 +496,78 @@ def test_a_form_and_a_process_that_do_not_fit_are_refused(
     for function in (score_moments, logit_moments, propagation):
         with pytest.raises(InputError, match=match):
             function(form, process)
+
+
+# --- one weight, and sizes far from 1 ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("has_mean", [False, True])
+def test_a_law_of_one_weight_is_that_of_a_squared_normal(seed: int, has_mean: bool) -> None:
+    """Tokens that are all multiples of one number: Y = 1/T + w (z + shift)² + …, in closed form."""
+    generator = torch.Generator().manual_seed(seed)
+    query, key = torch.randn(2, 1, 1, generator=generator, dtype=torch.float64)
+    size = torch.randn(6, 1, generator=generator, dtype=torch.float64)
+    mean = torch.randn(6, 1, generator=generator, dtype=torch.float64) if has_mean else None
+    process = TokenProcess.from_kernel(size @ size.mT, mean=mean)
+    rho = propagation(QKForm(query, key, 1.0), process).rho
+    center = torch.zeros(6, 1, dtype=torch.float64) if mean is None else mean
+    for position in range(6):
+        # Y(z) = 1/6 + c (a + b z)(e + f z), a quadratic whose set {0 <= Y <= 1} is intervals
+        b, f = ((size - size.mean())[position] / 6).item(), size[-1].item()
+        a, e = ((center - center.mean())[position] / 6).item(), center[-1].item()
+        c = (query * key).item()
+        polynomial = np.polynomial.Polynomial([1 / 6 + c * a * e, c * (a * f + b * e), c * b * f])
+        edges = [root.real for level in (0, 1) for root in (polynomial - level).roots()
+                 if abs(root.imag) < 1e-12]  # fmt: skip
+        edges = sorted([-40.0, *edges, 40.0])
+        expected = sum(
+            stats.norm.cdf(high) - stats.norm.cdf(low)
+            for low, high in pairwise(edges)
+            if 0 <= polynomial((low + high) / 2) <= 1
+        )
+        assert rho[position].item() == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize("turning", [0, 2])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("scale", [1e-160, 1e-12, 1e-6, 1e6, 1e40, 1e100, 1e150])
+def test_rho_is_a_probability_at_every_size(scale: float, has_bias: bool, turning: int) -> None:
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+        query, key = scale * torch.randn(2, 4, 6, generator=generator, dtype=torch.float64)
+        bias = scale * torch.randn(4, generator=generator, dtype=torch.float64)
+        root = torch.randn(8, 2, generator=generator, dtype=torch.float64)
+        process = TokenProcess.from_kernel(root @ root.mT + 1e-12 * torch.eye(8).double())
+        form = QKForm(
+            query,
+            key,
+            2.0,
+            query_bias=bias if has_bias else None,
+            rotary=Rotary.from_base(2 * turning) if turning else None,
+        )
+        for method in ("exact", "gaussian", "saddlepoint"):
+            rho = propagation(form, process, method=method).rho
+            assert ((rho >= 0) & (rho <= 1)).all()
+            if scale < 1e-9:  # the score is 1/T
+                assert (rho == 1).all() or method == "saddlepoint"
+            if scale > 1e9 and not has_bias:  # it is nearly never within [0, 1]
+                assert (rho < 1e-6).all()
+
+
+def test_a_score_beyond_all_numbers_is_refused() -> None:
+    huge = 1e300 * torch.ones(2, 3, dtype=torch.float64)
+    with pytest.raises(InputError, match=r"W_QK / temperature is beyond all numbers: factors of"):
+        propagation(QKForm(huge, huge, 1.0), TokenProcess.random_walk(4))
+
+
+@pytest.mark.parametrize("noise", [1e-300, -1e-300, 1e-17, -1e-17, 1e-14, -1e-14])
+def test_a_weight_that_is_rounding_error_changes_nothing(noise: float) -> None:
+    for constant in (-0.2, 0.0, 1 / 6, 0.5, 1.0, 1.2):
+        for weight in (0.3, -0.3):
+            one, two = (
+                QuadraticLaw(torch.tensor([constant]).double(), torch.tensor([weights]).double())
+                for weights in ([weight], [weight, noise])
+            )
+            expected = one.between(0.0, 1.0).item()
+            assert two.between(0.0, 1.0).item() == pytest.approx(expected, abs=1e-6)

@@ -36,9 +36,11 @@ from locater import (
 from locater.core.theory import (
     LogitLaw,
     Method,
+    Profile,
     logit_mean,
     normal_between,
     propagates,
+    regime_of,
     rho_limit_slope,
 )
 
@@ -663,3 +665,10 @@ def test_gaussian_chances_far_from_the_interval_keep_their_digits(mean: float) -
     expected = (math.erfc(-below / math.sqrt(2)) - math.erfc((1 - below) / math.sqrt(2))) / 2
     one = torch.ones((), dtype=torch.float64)
     assert normal_between(mean * one, one).item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_head_has_vanished_below_a_tenth_and_a_token_is_on_from_half_the_largest() -> None:
+    for peak, name in ((0.0999, "vanishing"), (0.1001, "late"), (0.19, "late")):
+        rho = peak * torch.tensor([0.1, 0.499, 0.5, 1.0], dtype=torch.float64)
+        regime = regime_of(Profile.by_token(rho), torch.tensor(3.0))
+        assert (regime.name, regime.count.item(), regime.first.item()) == (name, 2, 3)

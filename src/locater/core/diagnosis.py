@@ -99,14 +99,15 @@ def diagnose(form: QKForm, process: TokenProcess) -> Diagnosis:
     (['kernel', 'spectrum', 'weights'], ['kernel'])
     """
     form = replace(form.to(torch.float64), is_symmetric=False)
-    score, tokens = HeadMoments.of(form, process).score(), process.tokens
+    score = HeadMoments.of(form, process).score()
+    unit = process.tokens / score.temperature
     rho, logit_mean, logit_variance = _outcome(score)
     mean, variance = score.parts()
     nothing = torch.zeros_like(score.base)
-    mean_parts = {name: tokens * mean.get(name, nothing) + nothing for name in MEAN_PARTS}
-    mean_parts["distance"] = tokens * score.base - 1
+    mean_parts = {name: unit * mean.get(name, nothing) + nothing for name in MEAN_PARTS}
+    mean_parts["distance"] = process.tokens * score.base - 1
     variance_parts = {
-        name: tokens**2 * variance.get(name, nothing) + nothing for name in VARIANCE_PARTS
+        name: unit**2 * variance.get(name, nothing) + nothing for name in VARIANCE_PARTS
     }
     without: dict[Ingredient, Change] = {}
     for name in get_args(Ingredient):

@@ -303,8 +303,10 @@ class QKForm:
         if all(size == 0 or 1e-40 < size < 1e40 for size in sizes):
             return self
         query, key = (math.frexp(size)[1] if size else 0 for size in sizes)
-        temperature = math.ldexp(self.temperature, -max(min(query + key, 2000), -2000))
-        if not 0 < temperature < math.inf:
+        # beyond 2^1000 logits are nothing, and need not be nearer to it
+        power = min(-query - key, 1000 - math.frexp(self.temperature)[1])
+        temperature = math.ldexp(self.temperature, power)
+        if not temperature > 0:
             raise InputError(
                 f"W_QK / temperature is beyond all numbers: factors of {sizes[0]:.0e} and "
                 f"{sizes[1]:.0e}.",

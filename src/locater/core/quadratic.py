@@ -65,7 +65,7 @@ class QuadraticLaw:
         tail = _positive(law, torch.full_like(self.constant, -700.0))
         certain = (self.constant > level).to(tail)
         tail = torch.where(above, 1 - tail, tail)
-        return torch.where(self.variance() > 0, tail, certain)
+        return torch.where(self.is_random, tail, certain)
 
     def lower_tail(self, level: float) -> Float[Tensor, " rows"]:
         """P(Y < level), to about 12 relative digits."""
@@ -95,7 +95,7 @@ class QuadraticLaw:
         first, second = _positive(both, floor).chunk(2)
         result = torch.where(above | below, first, 1 - first) - second
         certain = torch.where(above | below, 0.0, 1.0).to(mean)
-        return torch.where(self.variance() > 0, result.clamp(0, 1), certain)
+        return torch.where(self.is_random, result.clamp(0, 1), certain)
 
     def _relative(
         self, level: Float[Tensor, " rows"], *, down: Bool[Tensor, " rows"]
@@ -107,11 +107,31 @@ class QuadraticLaw:
     def _flipped(self, sign: Float[Tensor, " rows"]) -> QuadraticLaw:
         return QuadraticLaw(sign * self.constant, sign[:, None] * self.weights, self.linear)
 
+    @property
+    def is_random(self) -> Bool[Tensor, " rows"]:
+        """Whether Y varies at all; its variance may be too small a number to say so."""
+        moves = (self.weights != 0).any(-1)
+        return moves if self.linear is None else moves | (self.linear != 0).any(-1)
+
+    def unit(self) -> QuadraticLaw:
+        """Y times a power of 2 that makes its largest coefficient about 1: the same sign as Y.
+
+        Weights that are rounding error next to it are zero: one of the other sign would open a tail
+        that no number can follow.
+        """
+        size = self.weights.abs().amax(-1)
+        size = size if self.linear is None else torch.maximum(size, self.linear.abs().amax(-1))
+        power = -torch.where(self.is_random, torch.frexp(size).exponent, 0)
+        weights = torch.ldexp(self.weights, power[:, None])
+        linear = None if self.linear is None else torch.ldexp(self.linear, power[:, None])
+        constant = torch.ldexp(self.constant, power).clamp(-1e300, 1e300)
+        return QuadraticLaw(constant, torch.where(weights.abs() > 1e-15, weights, 0.0), linear)
+
     def saddlepoint_between(self, low: float, high: float) -> Float[Tensor, " rows"]:
         """Approximate P(low ≤ Y ≤ high) after Lugannani and Rice: a Newton solve, no integral."""
         chance = (self._saddlepoint_tail(low) - self._saddlepoint_tail(high)).clamp(0, 1)
         inside = (self.constant >= low) & (self.constant <= high)
-        return torch.where(self.variance() > 0, chance, inside.to(chance))
+        return torch.where(self.is_random, chance, inside.to(chance))
 
     def _rows(self, rows: Tensor | slice) -> QuadraticLaw:
         linear = None if self.linear is None else self.linear[rows]
@@ -119,9 +139,10 @@ class QuadraticLaw:
 
     def _saddlepoint_tail(self, level: float) -> Float[Tensor, " rows"]:
         """P(Y > level) by Lugannani and Rice, with its limit at the mean."""
-        mean, variance = self.mean(), self.variance()
+        mean = self.mean()
         flipped = mean > level  # work on the side of the mean where the saddle is positive
-        law = self._relative(torch.full_like(mean, level), down=flipped)
+        law = self._relative(torch.full_like(mean, level), down=flipped).unit()
+        variance = law.variance()
         saddle = _saddle(law, pole=False)
         value, (_, curvature) = law._value(saddle), law._slopes(saddle)
         signed = (-2 * value).clamp_min(0).sqrt()
@@ -189,7 +210,7 @@ def _saddle(law: QuadraticLaw, *, pole: bool) -> Float[Tensor, " rows"]:
 
 def _positive(law: QuadraticLaw, floor: Float[Tensor, " rows"]) -> Float[Tensor, " rows"]:
     """P(Y > 0), block by block, or 0 where it is certainly below e^floor."""
-    count, width = law.weights.shape
+    law, (count, width) = law.unit(), law.weights.shape
     size = max(1, _BLOCK // (_NODES * max(width, 1)))
     result = torch.zeros_like(law.constant)
     for start in range(0, count, size):
@@ -198,10 +219,10 @@ def _positive(law: QuadraticLaw, floor: Float[Tensor, " rows"]) -> Float[Tensor,
         value = block._value(saddle) - saddle.log()
         _, curvature = block._slopes(saddle)
         spread = (curvature + 1 / saddle.square()).rsqrt()
-        # weights that cannot reach the level have no saddle: the minimum runs off to −∞
-        alive = (
-            (value > floor[start : start + size]) & (block.variance() > 0) & spread.isfinite()
-        ).nonzero()[:, 0]
+        # weights that cannot reach the level have no saddle: the minimum runs off to −∞, or into
+        # the end of the strip where K is infinite
+        is_alive = (value > floor[start : start + size]) & value.isfinite() & block.is_random
+        alive = (is_alive & spread.isfinite() & (spread > 0)).nonzero()[:, 0]
         if len(alive):
             contour = _Contour(block._rows(alive), saddle[alive], spread[alive], value[alive])
             result[start + alive] = _integrate(contour)

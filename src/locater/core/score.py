@@ -455,7 +455,7 @@ class Score:
     def parts(
         self,
     ) -> tuple[dict[str, Float[Tensor, ...]], dict[str, Float[Tensor, ...]]]:
-        """The terms of the score's mean and those of its variance, by what they come from."""
+        """The terms of the mean and of the variance of b_i·q, by what they come from."""
         key, cross = self.key_covariance, self.cross_covariance
         query = self.query_covariance[..., None, :, :]
         mean = {"kernel": self.cross_scale * torch.einsum("...aa->...", cross)}
@@ -472,16 +472,14 @@ class Score:
         if own is not None and keys is not None:
             mean["means"] = (keys * own).sum((-2, -1))
             variance["mixed"] = 2 * self.cross_scale * (own.mT @ cross @ keys)[..., 0, 0]
-        square = self.temperature**2
-        return (
-            {name: part / self.temperature for name, part in mean.items()},
-            {name: part / square for name, part in variance.items()},
-        )
+        return mean, variance
 
     def moments(self) -> tuple[Float[Tensor, "*heads tokens"], Float[Tensor, "*heads tokens"]]:
         """Mean and variance of the score at every position."""
-        mean, variance = self.parts()
-        return self.base + sum(mean.values()), sum(variance.values(), torch.zeros_like(self.base))
+        means, variances = self.parts()
+        nothing = torch.zeros_like(self.base)
+        mean, variance = (sum(parts.values(), nothing) for parts in (means, variances))
+        return self.base + mean / self.temperature, variance / self.temperature / self.temperature
 
     def rho(self, method: RhoMethod = "exact") -> Float[Tensor, "*heads tokens"]:
         """P(0 ≤ Y_i ≤ 1), from the law of the score or from its first two moments."""
@@ -508,7 +506,8 @@ class Score:
         if middle is None:
             weights = distinct._law().weights.unflatten(0, (-1, len(first)))
         else:
-            weights = torch.linalg.eigvalsh(middle).flatten(0, -3)
+            weights = torch.linalg.eigvalsh(middle)
+            weights = weights.reshape(-1, *weights.shape[-2:])
         weights = weights[:, group] * torch.where(self.cross_scale < 0, -1.0, 1.0)[:, None]
         return QuadraticLaw(self.base.flatten(), weights.flatten(0, 1))
 
