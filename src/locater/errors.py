@@ -20,7 +20,7 @@ class LocaterError(Exception):
 
 
 class ConfigError(LocaterError):
-    """A setting has a value that makes no sense."""
+    """A setting has a value that it cannot have."""
 
 
 class InputError(LocaterError):

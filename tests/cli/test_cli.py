@@ -11,7 +11,7 @@ import pytest
 from locater import QKForm, TokenProcess, propagation
 from locater.cli import main
 from locater.cli.entry import _COMMANDS
-from locater.cli.terminal import print_json
+from locater.cli.terminal import flag, print_json, with_first
 from locater.files import write_file
 
 THEORY = ["theory", "--xi", "5", "--eta", "0.1", "--tokens", "40", "--dim", "128"]
@@ -149,3 +149,19 @@ def test_names_from_files_move_no_cursor(capsys: pytest.CaptureFixture[str]) -> 
     assert main(["audit", "nowhere/\x1b[2J\x07"]) == 1
     told = capsys.readouterr().err
     assert "\x1b" not in told and "\x07" not in told and "\nhint: " in told
+
+
+def test_a_flag_of_the_settings_changes_every_panel_and_the_rest_stays(tmp_path: Path) -> None:
+    sizes = ["--draws", "1", "--sequences", "4", "--model", "4", "--tokens", "4", "--means", "1"]
+    out = tmp_path / "chart.json"
+    flags = [*sizes, "--scales", "0.1", "--workers", "1", "--store", str(tmp_path / "kept")]
+    assert main(["simulate", "fig5", *flags, "--panels", "W_QK", "--out", str(out)]) == 0
+    assert out.stat().st_size
+    stored = [json.loads(path.read_text()) for path in (tmp_path / "kept").rglob("unit-*.json")]
+    assert {(unit["mean"], unit["scale"]) for unit in stored} == {(1.0, 0.1)}
+
+
+def test_a_preset_is_read_before_the_flags_whose_defaults_it_decides() -> None:
+    for arguments in (["tiny"], ["--preset", "tiny"], ["--seed", "1", "--preset=tiny"]):
+        assert flag("preset", with_first("preset", arguments), "fig5") == "tiny"
+    assert flag("preset", with_first("preset", ["--seed", "1"]), "fig5") == "fig5"

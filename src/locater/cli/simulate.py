@@ -68,29 +68,14 @@ def run(arguments: Sequence[str]) -> None:
     arguments = with_first("preset", arguments)
     name: Any = flag("preset", arguments, "fig5")
     panels = preset(name if name in ("fig5", "fig5-precise") else "fig5")  # tyro says what is wrong
-    base = next(iter(panels.values()))
-    default = SimulateCommand(**values(SimulateConfig, base))
+    default = SimulateCommand(**values(SimulateConfig, next(iter(panels.values()))))
     command = parse(SimulateCommand, "simulate", arguments, default=default)
     check_figure(command.out)
-    chosen = {name: config for name, config in panels.items() if command.panels in name}
-    if not chosen:
-        raise ConfigError(
-            f"no panel's name contains {command.panels!r}.",
-            hint="the panels: " + "; ".join(panels) + ".",
-        )
-    given, unchanged = (values(SimulateConfig, one) for one in (command, base))
-    changes = {name: value for name, value in given.items() if value != unchanged[name]}
-    means = command.means or tuple(dict.fromkeys(mean for mean, _ in base.pairs))
-    scales = command.scales or tuple(dict.fromkeys(scale for _, scale in base.pairs))
-    changes["pairs"] = tuple((mean, scale) for mean in means for scale in scales)
     simulations = {}
-    for name, config in chosen.items():
+    for name, config in _chosen(command, panels).items():
         with progress(name) as report:
             simulations[name] = simulate(
-                replace(config, **changes),
-                store=command.store,
-                report=report,
-                **values(EngineFlags, command),
+                config, store=command.store, report=report, **values(EngineFlags, command)
             )
     if command.out is not None:
         from locater.paper.fig5 import fig5_chart
@@ -101,13 +86,29 @@ def run(arguments: Sequence[str]) -> None:
     if command.json:
         print_json(
             {
-                name: {
-                    "summary": simulation.summary(),
-                    "units": [unit.to_dict() for unit in simulation.units],
-                }
-                for name, simulation in simulations.items()
+                name: {"summary": made.summary(), "units": [unit.to_dict() for unit in made.units]}
+                for name, made in simulations.items()
             }
         )
     elif command.out is None:
-        for name, simulation in simulations.items():
-            show(terminal_table(simulation.summary(), _SUMMARY, title=name))
+        for name, made in simulations.items():
+            show(terminal_table(made.summary(), _SUMMARY, title=name))
+
+
+def _chosen(
+    command: SimulateCommand, panels: dict[str, SimulateConfig]
+) -> dict[str, SimulateConfig]:
+    """The panels that are asked for, with the flags' changes."""
+    base = next(iter(panels.values()))
+    given, before = (values(SimulateConfig, config) for config in (command, base))
+    changes = {name: value for name, value in given.items() if value != before[name]}
+    means = command.means or tuple(dict.fromkeys(mean for mean, _ in base.pairs))
+    scales = command.scales or tuple(dict.fromkeys(scale for _, scale in base.pairs))
+    changes["pairs"] = tuple((mean, scale) for mean in means for scale in scales)
+    chosen = {name: config for name, config in panels.items() if command.panels in name}
+    if not chosen:
+        raise ConfigError(
+            f"no panel's name contains {command.panels!r}.",
+            hint="the panels: " + "; ".join(panels) + ".",
+        )
+    return {name: replace(config, **changes) for name, config in chosen.items()}

@@ -162,62 +162,51 @@ def head_charts(
         raise InputError(
             f"no audit has head {head} of {name!r}.", hint="rows have `name` and `head`."
         )
-    data = {key: alt.Data(name=key, values=records) for key, records in found.items()}
     legend = (
         alt.Legend(orient="top", title=None, columns=2, labelLimit=130) if len(labels) > 1 else None
     )
     colors = [SCALE[(place + 1) % len(SCALE)] for place in range(len(labels))]
     color = alt.Color("checkpoint:N", scale=alt.Scale(domain=labels, range=colors), legend=legend)
-    size: dict[str, Any] = {"width": 270, "height": 200}
-    plane = _plane(data["eigenvalues"], color, labels, legend)
-    singular = (
-        alt.Chart(data["singular"])
+    base = {
+        key: alt.Chart(alt.Data(name=key, values=records)).encode(color=color)
+        for key, records in found.items()
+    }
+    charts: dict[str, Any] = {
+        "eigenvalues": _plane(base["eigenvalues"], labels, legend),
+        "singular": base["singular"]
         .mark_line(point=alt.OverlayMarkDef(size=14))
         .encode(
             x=alt.X("index:Q", title="rank", axis=alt.Axis(tickMinStep=1)),
             y=alt.Y("value:Q", title="singular value"),
-            color=color,
             tooltip=["checkpoint:N", "index:Q", "value:Q"],
-        )
-    )
-    rho = (
-        alt.Chart(data["rho"])
+        ),
+        "rho": base["rho"]
         .mark_line(clip=True)
-        .encode(
-            x=theta_axis(),
-            y=rho_axis(),
-            color=color,
-            tooltip=["checkpoint:N", "theta:Q", "rho:Q"],
-        )
-    )
+        .encode(x=theta_axis(), y=rho_axis(), tooltip=["checkpoint:N", "theta:Q", "rho:Q"]),
+    }
     return {
-        "eigenvalues": plane.properties(
-            description="Eigenvalues of the chosen head's W_QK in the complex plane.", **size
-        ),
-        "singular": singular.properties(
-            description="Singular values of the chosen head's W_QK, largest first.", **size
-        ),
-        "rho": rho.properties(
-            description="Signal propagation probability of the chosen head by position.", **size
-        ),
+        key: chart.properties(width=270, height=200, description=_SPOKEN[key])
+        for key, chart in charts.items()
     }
 
 
+_SPOKEN = {
+    "eigenvalues": "Eigenvalues of the chosen head's W_QK in the complex plane.",
+    "singular": "Singular values of the chosen head's W_QK, largest first.",
+    "rho": "Signal propagation probability of the chosen head by position.",
+}
+
+
 def _plane(
-    data: Any, color: alt.Color, labels: Sequence[str], legend: alt.Legend | None
+    base: alt.Chart, labels: Sequence[str], legend: alt.Legend | None
 ) -> alt.LayerChart | alt.FacetChart:
     """Points in the complex plane, one shape and color for each checkpoint."""
     zero = alt.Chart(alt.Data(values=[{"zero": 0}])).mark_rule(strokeDash=[2, 2], opacity=0.5)
-    points = (
-        alt.Chart(data)
-        .mark_point(size=24, filled=True, opacity=0.75)
-        .encode(
-            x=alt.X("real:Q", title="real part"),
-            y=alt.Y("imaginary:Q", title="imaginary part"),
-            color=color,
-            shape=alt.Shape("checkpoint:N", scale=alt.Scale(domain=list(labels)), legend=legend),
-            tooltip=["checkpoint:N", "real:Q", "imaginary:Q"],
-        )
+    points = base.mark_point(size=24, filled=True, opacity=0.75).encode(
+        x=alt.X("real:Q", title="real part"),
+        y=alt.Y("imaginary:Q", title="imaginary part"),
+        shape=alt.Shape("checkpoint:N", scale=alt.Scale(domain=list(labels)), legend=legend),
+        tooltip=["checkpoint:N", "real:Q", "imaginary:Q"],
     )
     return alt.layer(zero.encode(x="zero:Q"), zero.encode(y="zero:Q"), points)
 

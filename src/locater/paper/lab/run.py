@@ -37,12 +37,12 @@ _DAMAGE = (OSError, ValueError, KeyError, TypeError, SafetensorError)
 
 
 class DivergedError(LocaterError):
-    """The loss is no number any more; `layer` is the first module to make such values."""
+    """The loss is NaN or infinite; `layer` is the first module whose output is."""
 
     def __init__(self, step: int, layer: str) -> None:
         super().__init__(
-            f"the loss is not finite at step {step}; {layer} is the first to go.",
-            hint="the last good checkpoint is kept; lower the learning rate or stabilize.",
+            f"the loss is NaN or infinite at step {step}; the first such output is {layer}'s.",
+            hint="the last good checkpoint is kept; lower the learning rate or try a --stabilizer.",
         )
         self.step, self.layer = step, layer
 
@@ -104,7 +104,7 @@ class Run:
 
     @property
     def has_diverged(self) -> bool:
-        """Whether it ended with a loss that is no number."""
+        """Whether it ended with a loss that is NaN or infinite."""
         return self.final is not None and self.final["end"] == "diverged"
 
     def series(self, name: str) -> list[tuple[int, Any]]:

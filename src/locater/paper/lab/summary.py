@@ -68,7 +68,7 @@ class Row:
     setting: Setting
     seeds: int
     diverged: int
-    """Runs whose loss became no number; the rest of the row is about the others."""
+    """Runs whose loss became NaN or infinite; the rest of the row is about the others."""
     perplexity: Interval
     """On all of valid, the best of the run's evaluations."""
     last: Interval

@@ -156,8 +156,8 @@ def _word_ids(texts: Mapping[str, str], size: int | None) -> Encoded:
         least, most = len(special) + 1, len(special) + len(ranked)
         if not least <= size <= most:
             raise ConfigError(
-                f"a vocabulary of {size} words cannot be had from this text, which has {most}.",
-                hint=f"choose a size from {least} to {most}, or leave it out.",
+                f"a vocabulary of words from this text has {least} to {most}, got {size}.",
+                hint="choose a size in that range, or leave it out to keep all.",
             )
         ranked = ranked[: size - len(special)]
     words = (*special, *ranked)
@@ -227,7 +227,7 @@ def _learned_pieces(texts: Mapping[str, str], size: int) -> Encoded:
     learned = tokenizer.get_vocab_size()
     if learned < size:
         raise ConfigError(
-            f"a vocabulary of {size} pieces cannot be had from this text, which gives {learned}.",
+            f"a vocabulary of pieces from this text has at most {learned}, got {size}.",
             hint="choose a smaller size or more text.",
         )
     names = sorted(tokenizer.get_vocab().items(), key=lambda one: one[1])
@@ -322,7 +322,7 @@ def _download(source: HubText) -> Any:
         return datasets.load_dataset(source.path, source.config)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise LocaterError(
-            f"{source.path} could not be had from the hub: {error}",
+            f"{source.path} could not be loaded from the hub: {error}",
             hint="check the network or HF_ENDPOINT; without one, --data takes a folder with "
             "train.txt, valid.txt and test.txt.",
         ) from error

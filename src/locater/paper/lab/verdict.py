@@ -26,7 +26,7 @@ class Comparison:
     differences: tuple[float, ...]
     """Of the log perplexity, method minus none, one for each seed that both have finished."""
     diverged: tuple[int, int] = (0, 0)
-    """Runs without and with the method whose loss was no number in the end."""
+    """Runs without and with the method whose loss ended NaN or infinite."""
     p_different: float = math.nan
     """Of a two-sided paired t-test; `judged` puts the corrected one here."""
     p_apart: float = math.nan
