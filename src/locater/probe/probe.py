@@ -82,26 +82,17 @@ class MeasuredHead:
         return self.entropy * self.rows / self.queries
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain numbers and lists: what JSON needs."""
-        plain = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in vars(self).items()
-            if isinstance(value, (int, float, str))
-        }
-        return plain | {
-            "rho": _plain(self.rho.rho),
-            "rho_error": _plain(self.rho.standard_error),
-            "rho_by_theta": _plain(self.rho_by_theta.rho),
-            "last_rho": _plain(self.last_rho.rho),
-            "attention": _plain(self.attention),
-            "logit_mean": _plain(self.logit_mean),
-            "logit_variance": _plain(self.logit_variance),
-        }
+        """Plain numbers and lists, of profiles ρ: what JSON needs."""
+        plain = {name: _plain(value) for name, value in vars(self).items()}
+        return plain | {"rho_error": _plain(self.rho.standard_error)}
 
 
-def _plain(tensor: Tensor | None) -> list[float | None]:
-    values = [] if tensor is None else tensor.tolist()
-    return [value if math.isfinite(value) else None for value in values]
+def _plain(value: Any) -> Any:
+    if isinstance(value, Profile):
+        return _plain(value.rho)
+    if isinstance(value, Tensor):
+        return [_plain(one) for one in value.tolist()]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Probe(Recorder):
