@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
 from dataclasses import replace
@@ -336,6 +337,11 @@ def test_what_is_kept_is_limited_and_without_padding() -> None:
         model(randn(4, 6, 8), mask)
         model(randn(4, 6, 8), mask)
     assert torch.equal(probe.inputs(0), randn(4, 6, 8)[[0, 2]])
+    inputs = randn(4, 6, 8)
+    with Probe(model) as probe:
+        model(inputs)
+    inputs.zero_()  # a model may write into its own tokens later
+    assert torch.equal(probe.inputs(0), randn(4, 6, 8))
     with Probe(model, keep=0) as probe:
         model(randn(4, 6, 8))
     with pytest.raises(InputError, match=r"no input of layers\.0 was kept"):
@@ -569,8 +575,9 @@ def test_heads_differ_from_layer_to_layer() -> None:
         (layer, head) for layer in range(3) for head in range(2)
     ]
     assert all(a.entropy != b.entropy for a, b in pairwise(probe.records))
-    plain = probe.records[0].as_dict()
+    plain = json.loads(json.dumps(probe.records[0].as_dict(), allow_nan=False))
     assert plain["name"] == "layers.0" and len(plain["rho"]) == 6
+    assert set(plain) == {*vars(probe.records[0]), "rho_error"}
 
 
 def test_a_probe_leaves_no_hook_behind() -> None:
@@ -579,3 +586,79 @@ def test_a_probe_leaves_no_hook_behind() -> None:
         layer(torch.ones(2, 4, 16))
         assert torch.nn.modules.module._has_any_global_hook()
     assert not torch.nn.modules.module._has_any_global_hook()  # torch.compile would mind
+
+
+class Reshaped(Attention):
+    """The same attention, its heads put into the batch (3 axes) or behind an axis more (5)."""
+
+    axes = 4
+
+    def forward(self, inputs: Tensor, mask: Tensor | None = None) -> Tensor:
+        query, key, value = (
+            one.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for one in (self.q_proj(inputs), self.k_proj(inputs), inputs)
+        )
+        if mask is not None:
+            mask = mask.expand(len(inputs), self.num_heads, -1, -1)
+        sides = [one if self.axes != 3 or one is None else one.flatten(0, 1)
+                 for one in (query, key, value, mask)]  # fmt: skip
+        sides = [one if self.axes != 5 or one is None else one[None] for one in sides]
+        mixed = functional.scaled_dot_product_attention(*sides).reshape(query.shape)  # type: ignore[arg-type]
+        return mixed.transpose(1, 2).flatten(-2)
+
+
+@pytest.mark.parametrize("axes", [3, 5])
+@pytest.mark.parametrize("is_masked", [True, False])
+def test_heads_are_found_however_the_call_arranges_them(axes: int, is_masked: bool) -> None:
+    plain, other = Stack(1), Stack(1)
+    other.layers[0].__class__ = Reshaped
+    other.layers[0].axes = axes
+    mask = randn(3, 2, 6, 6, seed=8) > -1 if is_masked else None
+    found = []
+    for model in (plain, other):
+        with Probe(model, queries="all") as probe:
+            model(randn(3, 6, 8), mask)
+        found.append(probe)
+    assert len(found[1].records) == 2
+    for ours, theirs in zip(found[1].records, found[0].records, strict=True):
+        assert (ours.rows, ours.head) == (theirs.rows, theirs.head)
+        assert ours.entropy == pytest.approx(theirs.entropy, rel=1e-5)
+        torch.testing.assert_close(ours.attention, theirs.attention)
+
+
+@pytest.mark.parametrize("queries", ["last", "all", 2])
+def test_rho_of_the_last_query_does_not_depend_on_the_others(queries: Any) -> None:
+    model = Stack(1)
+    with torch.no_grad():
+        model.layers[0].q_proj.weight *= 6  # type: ignore[union-attr, operator]
+    mask = torch.ones(4, 1, 1, 6, dtype=torch.bool)
+    mask[1, ..., 4:] = False  # its last query is the fourth
+    with Probe(model, queries="last") as last:
+        model(randn(4, 6, 8), mask)
+    with Probe(model, queries=queries) as probe:
+        model(randn(4, 6, 8), mask)
+        model(randn(4, 6, 8), mask)
+    for ours, theirs in zip(probe.records, last.records, strict=True):
+        torch.testing.assert_close(ours.last_rho.rho, theirs.rho.rho, equal_nan=True)
+        assert 0 < theirs.rho.rho.nanmean() < 1
+        assert ours.last_rho.standard_error is not None
+
+
+def test_two_tokens_are_enough_to_be_kept() -> None:
+    model = Stack(1)
+    with Probe(model) as probe:
+        model(randn(3, 2, 8))
+    assert torch.equal(probe.inputs(0), randn(3, 2, 8))
+
+
+def test_a_layers_number_means_its_self_attention() -> None:
+    model = nn.TransformerDecoder(nn.TransformerDecoderLayer(8, 2, batch_first=True), 1).eval()
+    with Probe(model) as probe, torch.no_grad():
+        model(randn(3, 5, 8), randn(3, 7, 8, seed=1))
+    assert {(one.name, one.kind) for one in probe.records} == {
+        ("layers.0.self_attn", "self"),
+        ("layers.0.multihead_attn", "cross"),
+    }
+    assert torch.equal(probe.inputs(0), probe.inputs("layers.0.self_attn"))
+    with pytest.raises(InputError, match="is cross-attention"):
+        probe.process("layers.0.multihead_attn")

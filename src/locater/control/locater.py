@@ -16,6 +16,7 @@ from locater.errors import ConfigError, InputError
 from locater.models.layout import AttentionLayout, Projection
 from locater.models.live import AnyPair, LiveAttention, find_attention
 from locater.models.recipes import RECIPES, Recipe
+from locater.probe.watch import labels, local
 
 Covariance = Tensor | Mapping[str, Tensor] | Literal["running"]
 SMALL = 2**17
@@ -165,9 +166,9 @@ class LocAteR:
     def metrics(self) -> dict[str, float]:
         """Trace, scale and r of every layer, averaged over heads, and the global penalty."""
         results: dict[str, float] = {}
-        labels = _labels(self.attentions)
         traces = []
-        for label, attention in zip(labels, self.attentions, strict=True):
+        names = labels([attention.layout for attention in self.attentions])
+        for label, attention in zip(names, self.attentions, strict=True):
             weights = self._weights(attention, is_whole=True)
             heads = self._heads(weights, "query"), self._heads(weights, "key")
             terms = penalty_spectrum(*heads, self._sigma(attention))
@@ -206,7 +207,7 @@ class LocAteR:
             return _Weights(attention, query, query, None, fused)
         key = attention.sources[layout.key.weight].read()
         group = None if is_whole or self.heads is not None else _head_group(attention, query, key)
-        query, key = (_whole(part) if group is None else _local(part) for part in (query, key))
+        query, key = (_whole(part) if group is None else local(part) for part in (query, key))
         return _Weights(attention, query, key, group, None)
 
     def _kind(self, weights: _Weights) -> tuple[object, ...]:
@@ -254,7 +255,7 @@ class LocAteR:
                 f"the queries and keys of {name} are frozen.",
                 hint="set requires_grad, or select trainable attentions with layers=.",
             )
-        if not all(_is_finite(_local(parameter)) for parameter in parameters):
+        if not all(_is_finite(local(parameter)) for parameter in parameters):
             raise InputError(
                 f"the queries or keys of {name} hold NaN or infinite values.",
                 hint="the model has diverged: start from an earlier checkpoint.",
@@ -364,10 +365,6 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _head_group(
     attention: LiveAttention, query: Tensor, key: Tensor
 ) -> distributed.ProcessGroup | None:
@@ -383,15 +380,3 @@ def _head_group(
     if any(tensor.placements != (Shard(0),) for tensor in (query, key)):
         return None
     return mesh.get_group()
-
-
-def _labels(attentions: Sequence[LiveAttention]) -> list[str]:
-    """layer_3 where that says which; else with the part and kind; else the module's own name."""
-    layouts = [attention.layout for attention in attentions]
-    for label in (
-        [f"layer_{layout.layer}" for layout in layouts],
-        [f"{layout.part}_{layout.kind}/layer_{layout.layer}" for layout in layouts],
-    ):
-        if len(set(label)) == len(label):
-            return label
-    return [layout.name for layout in layouts]

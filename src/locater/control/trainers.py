@@ -6,6 +6,8 @@ Callbacks are classes of those libraries, which are imported when a callback is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -96,142 +98,117 @@ class ProbeMixin(_Base):
         super().log(logs, *args, **kwargs)
 
 
-class _WithLocAteR:
-    """A callback's penalty, made when training begins, after any wrapping of the model."""
+class _LocAteREvents:
+    """Adds the penalty's gradient once per optimizer step, and its metrics to the logs.
+
+    `callbacks=[LocAteRCallback(LocAteRConfig(…))]` for a Hugging Face Trainer that one cannot
+    subclass: it comes after gradient clipping, so the penalty is not clipped, and its metrics go to
+    callbacks after it.  `callbacks=[LocAteRLightning(LocAteRConfig(…))]` for Lightning: before
+    clipping, on unscaled gradients, however many batches were accumulated.
+    """
 
     def __init__(self, locater: LocAteRConfig | LocAteR | None = None) -> None:
         self.locater = locater
         self.regularizer: LocAteR | None = None
 
-    def _begin(self, model: nn.Module) -> None:
-        self.regularizer = as_regularizer(model, self.locater)
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Find the attentions of the model that is about to be trained."""
+        self.regularizer = as_regularizer(kwargs["model"], self.locater)
 
-    def _add_gradients(self) -> None:
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Find the attentions, after any wrapping of the model."""
+        self.regularizer = as_regularizer(pl_module, self.locater)
+
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Add the gradient, once per step."""
         assert self.regularizer is not None
         self.regularizer.add_gradients()
 
-    def _metrics(self) -> dict[str, float]:
-        return {} if self.regularizer is None else self.regularizer.metrics()
+    on_before_optimizer_step = on_pre_optimizer_step  # Lightning's name for it
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Add the metrics to the Trainer's logs."""
+        if self.regularizer is not None:
+            _add_to_logs(self.regularizer.metrics, state, **kwargs)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+        """Log when Lightning does."""
+        assert self.regularizer is not None
+        if (trainer.global_step % trainer.log_every_n_steps) == 0:
+            pl_module.log_dict(self.regularizer.metrics())
 
 
-class _WithProbe:
-    """A callback's probe, made when training begins."""
+class _ProbeEvents:
+    """Logs what attention does in training, under `locater/layer_{i}/…`, beside the loss.
+
+    `callbacks=[ProbeCallback({"every": 100})]` with the settings of a `Probe`, for a Hugging Face
+    Trainer that one cannot subclass; callbacks after it see its metrics.
+    `callbacks=[ProbeLightning({"every": 100})]` for Lightning watches from the start of a batch to
+    its backward pass, whatever the module calls.
+    """
 
     def __init__(self, probe: dict[str, Any] | None = None) -> None:
         self.settings = probe
         self.probe: Probe | None = None
 
-    def _begin(self, model: nn.Module) -> None:
-        self.probe = training_probe(model, self.settings)
-
-    def _metrics(self) -> dict[str, float]:
-        return {} if self.probe is None else new_metrics(self.probe)
-
-
-class _TrainerLog:
-    """Metrics beside the training loss: what later callbacks and the history see."""
-
-    def on_log(
-        self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any
-    ) -> None:
-        """Add the metrics."""
-        if logs is not None and "loss" in logs:
-            metrics = self._metrics()  # type: ignore[attr-defined]
-            logs.update(metrics)
-            if state.log_history:
-                state.log_history[-1].update(metrics)
-
-
-class _LocAteRCallback(_WithLocAteR, _TrainerLog):
-    """Adds the penalty's gradient before every optimizer step, for a Trainer one cannot subclass.
-
-    It comes after gradient clipping, so the penalty is not clipped; its metrics go into
-    `trainer.state.log_history` entries that are written after it.
-    """
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Find the attentions of the model that is about to be trained."""
-        self._begin(kwargs["model"])
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Add the gradient, once per step."""
-        self._add_gradients()
-
-
-class _ProbeCallback(_WithProbe, _TrainerLog):
-    """`ProbeMixin` for a Trainer one cannot subclass; loggers after it see its metrics."""
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start watching the model that is about to be trained."""
-        self._begin(kwargs["model"])
-        assert self.probe is not None
+        self.probe = training_probe(kwargs["model"], self.settings)
         self.probe.attach()
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """Leave the model alone."""
         if self.probe is not None:
             self.probe.detach()
 
+    on_exception = on_train_end
 
-class _LightningLog:
-    """Metrics when the Trainer logs."""
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Add the metrics to the Trainer's logs."""
+        if self.probe is not None:
+            _add_to_logs(partial(new_metrics, self.probe), state, **kwargs)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Find the attentions."""
-        self._begin(pl_module)  # type: ignore[attr-defined]
+        self.probe = training_probe(pl_module, self.settings)
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
-        """Log when the Trainer does."""
-        if (trainer.global_step % trainer.log_every_n_steps) == 0:
-            pl_module.log_dict(self._metrics())  # type: ignore[attr-defined]
-
-
-class _LocAteRLightning(_WithLocAteR, _LightningLog):
-    """Adds the penalty's gradient once per optimizer step, before clipping, and logs its metrics.
-
-    `lightning.Trainer(callbacks=[LocAteRLightning(LocAteRConfig(…))])`; gradients are unscaled by
-    then, whatever the precision, and any number of batches may have been accumulated.
-    """
-
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Add the gradient."""
-        self._add_gradients()
-
-
-class _ProbeLightning(_WithProbe, _LightningLog):
-    """Logs what attention does in training, under `locater/layer_{i}/…`, when the Trainer logs.
-
-    `lightning.Trainer(callbacks=[ProbeLightning({"every": 100})])`, with the settings of a `Probe`.
-    It watches from the start of a batch to its backward pass, whatever the module calls.
-    """
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+    def on_train_batch_start(self, *args: Any) -> None:
         """Count the batch, and watch it if it is one to measure."""
         assert self.probe is not None
         self.probe.begin()
 
-    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+    def on_before_backward(self, *args: Any) -> None:
         """Stop before activations are recomputed."""
         assert self.probe is not None
         self.probe.end()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
-        """Log when the Trainer does."""
+        """Log when Lightning does."""
         assert self.probe is not None
         self.probe.end()
-        super().on_train_batch_end(trainer, pl_module)
+        if (trainer.global_step % trainer.log_every_n_steps) == 0:
+            pl_module.log_dict(new_metrics(self.probe))
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Stop watching whatever happened."""
-        if self.probe is not None:
-            self.probe.detach()
+
+def _add_to_logs(
+    metrics: Callable[[], dict[str, float]],
+    state: Any,
+    logs: dict[str, float] | None = None,
+    **_: Any,
+) -> None:
+    """Put metrics beside a training loss, for the callbacks that follow and for the history."""
+    if logs is not None and "loss" in logs:
+        found = metrics()
+        logs.update(found)
+        if state.log_history:
+            state.log_history[-1].update(found)
 
 
 _CALLBACKS = {
-    "LocAteRCallback": (_LocAteRCallback, "transformers", "TrainerCallback", "hf"),
-    "ProbeCallback": (_ProbeCallback, "transformers", "TrainerCallback", "hf"),
-    "LocAteRLightning": (_LocAteRLightning, "lightning", "Callback", "lightning"),
-    "ProbeLightning": (_ProbeLightning, "lightning", "Callback", "lightning"),
+    "LocAteRCallback": (_LocAteREvents, "transformers", "TrainerCallback", "hf"),
+    "ProbeCallback": (_ProbeEvents, "transformers", "TrainerCallback", "hf"),
+    "LocAteRLightning": (_LocAteREvents, "lightning", "Callback", "lightning"),
+    "ProbeLightning": (_ProbeEvents, "lightning", "Callback", "lightning"),
 }
 
 

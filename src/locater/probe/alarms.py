@@ -14,7 +14,7 @@ from locater.probe.watch import Place
 Rule = Literal["entropy", "logits", "rank", "not finite"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Alarm:
     """A rule that fired; it fires again only after its numbers were fine in between."""
 
@@ -75,7 +75,8 @@ class AlarmBook:
 
     def ring_not_finite(self, forward: int, place: Place, head: int, message: str) -> None:
         """Logits that are no numbers: an alarm by themselves, until a pass is measured again."""
-        alarm = _alarm("not finite", forward, place, head, math.nan, math.inf, message)
+        where = place.name, place.layer, head
+        alarm = Alarm("not finite", forward, *where, math.nan, math.inf, message)
         self._ring(True, alarm, ("not finite", place.name, None))
 
     def _ring(self, is_broken: bool, alarm: Alarm, key: tuple[Rule, str, int | None]) -> None:
@@ -98,10 +99,8 @@ class AlarmBook:
                     f"smaller of {self.rules.entropy_share:g} ln T and half of the first "
                     f"({first:.3g})."
                 )
-                yield (
-                    entropy < limit,
-                    _alarm("entropy", forward, place, head, entropy, limit, message),
-                )
+                where = place.name, place.layer, head
+                yield entropy < limit, Alarm("entropy", forward, *where, entropy, limit, message)
 
     def _logits(self, forward: int, measured: Sequence[Measured]) -> Iterator[tuple[bool, Alarm]]:
         heads = [
@@ -122,7 +121,8 @@ class AlarmBook:
                 f"the smaller of {self.rules.logit_limit:g} and {self.rules.logit_ratio:g} "
                 f"times the median head's {middle:.3g} (at least {self.rules.logit_limit / 5:g})."
             )
-            yield top > limit, _alarm("logits", forward, place, head, top, limit, message)
+            where = place.name, place.layer, head
+            yield top > limit, Alarm("logits", forward, *where, top, limit, message)
 
     def _rank(self, forward: int, measured: Sequence[Measured]) -> Iterator[tuple[bool, Alarm]]:
         limit = self.rules.residual
@@ -133,26 +133,6 @@ class AlarmBook:
                     f"relative to their norm; the limit is {limit:g} (effective rank "
                     f"{rank.effective_rank:.3g}, similarity {rank.similarity:.3g})."
                 )
-                alarm = _alarm("rank", forward, place, None, rank.residual, limit, message)
+                where = place.name, place.layer, None
+                alarm = Alarm("rank", forward, *where, rank.residual, limit, message)
                 yield rank.residual < limit, alarm
-
-
-def _alarm(
-    rule: Rule,
-    forward: int,
-    place: Place,
-    head: int | None,
-    value: float,
-    limit: float,
-    message: str,
-) -> Alarm:
-    return Alarm(
-        rule=rule,
-        forward=forward,
-        name=place.name,
-        layer=place.layer,
-        head=head,
-        value=value,
-        limit=limit,
-        message=message,
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -82,26 +82,17 @@ class MeasuredHead:
         return self.entropy * self.rows / self.queries
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain numbers and lists: what JSON needs."""
-        plain = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in vars(self).items()
-            if isinstance(value, (int, float, str))
-        }
-        return plain | {
-            "rho": _plain(self.rho.rho),
-            "rho_error": _plain(self.rho.standard_error),
-            "rho_by_theta": _plain(self.rho_by_theta.rho),
-            "last_rho": _plain(self.last_rho.rho),
-            "attention": _plain(self.attention),
-            "logit_mean": _plain(self.logit_mean),
-            "logit_variance": _plain(self.logit_variance),
-        }
+        """Plain numbers and lists, of profiles ρ: what JSON needs."""
+        plain = {name: _plain(value) for name, value in vars(self).items()}
+        return plain | {"rho_error": _plain(self.rho.standard_error)}
 
 
-def _plain(tensor: Tensor | None) -> list[float | None]:
-    values = [] if tensor is None else tensor.tolist()
-    return [value if math.isfinite(value) else None for value in values]
+def _plain(value: Any) -> Any:
+    if isinstance(value, Profile):
+        return _plain(value.rho)
+    if isinstance(value, Tensor):
+        return [_plain(one) for one in value.tolist()]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Probe(Recorder):
@@ -391,37 +382,32 @@ class _Results:
         place, sums = self.place, self.sums
         if sums is None:
             return []
-        logit_mean, attention = sums.logits.mean.cpu(), sums.attention.mean.cpu()
-        squares, rows = sums.logits_squared.cpu(), sums.logits.weights.cpu()
+        logit_mean, squares = sums.logits.mean.cpu(), sums.logits_squared.cpu()
+        rows = sums.logits.weights.cpu()
         variance = (squares / rows - logit_mean**2).clamp_min(0) * rows / (rows - 1)
-        variance = torch.where(rows > 1, variance, torch.nan)
-        numbers = {
-            "entropy": sums.entropy.mean,
-            "entropy_error": sums.entropy.standard_error,
-            "max_entropy": sums.log_keys.mean,
-            "max_logit": sums.max_logit,
-            "sink_mass": sums.sink.mean,
-            "distance": sums.distance.mean * (1 if place.kind == "self" else math.nan),
+        values: dict[str, Any] = {
+            "entropy": sums.entropy.mean.tolist(),
+            "entropy_error": sums.entropy.standard_error.tolist(),
+            "max_entropy": sums.log_keys.mean.tolist(),
+            "rho": _profiles(sums.gates, place.name),
+            "rho_by_theta": _profiles(sums.gates_by_theta, f"{place.name}, by θ"),
+            "last_rho": _profiles(sums.last_gates, f"{place.name}, last query"),
+            "max_logit": sums.max_logit.tolist(),
+            "logit_mean": logit_mean,
+            "logit_variance": torch.where(rows > 1, variance, torch.nan),
+            "attention": sums.attention.mean.cpu(),
+            "sink_mass": sums.sink.mean.tolist(),
+            "distance": (sums.distance.mean * (1 if place.kind == "self" else math.nan)).tolist(),
+            "rows": [round(count) for count in sums.entropy.weights.tolist()],
+            "queries": [round(count) for count in sums.queries.tolist()],
         }
-        plain = {name: value.tolist() for name, value in numbers.items()}
-        rho = _profiles(sums.gates, place.name)
-        by_theta = _profiles(sums.gates_by_theta, f"{place.name}, by θ")
-        last_rho = _profiles(sums.last_gates, f"{place.name}, last query")
         return [
             MeasuredHead(
                 name=place.name,
                 layer=place.layer,
                 head=head,
                 kind=place.kind,
-                rho=rho[head],
-                rho_by_theta=by_theta[head],
-                last_rho=last_rho[head],
-                logit_mean=logit_mean[head],
-                logit_variance=variance[head],
-                attention=attention[head],
-                rows=round(sums.entropy.weights[head].item()),
-                queries=round(sums.queries[head].item()),
-                **{name: values[head] for name, values in plain.items()},
+                **{name: by_head[head] for name, by_head in values.items()},
             )
             for head in range(len(sums.max_logit))
         ]
@@ -432,14 +418,8 @@ class _Results:
             return None
         every = torch.cat(self.ranks).double()
         similarity, effective, residual = every.mean(0).tolist()
-        return TokenRank(
-            name=self.place.name,
-            layer=self.place.layer,
-            similarity=similarity,
-            effective_rank=effective,
-            residual=residual,
-            sequences=len(every),
-        )
+        where = self.place.name, self.place.layer
+        return TokenRank(*where, similarity, effective, residual, sequences=len(every))
 
     def metrics(self) -> dict[str, float]:
         """Averages over the heads, and of the tokens."""
@@ -447,33 +427,32 @@ class _Results:
         heads, rank = self.heads(), self.rank()
         if heads:
             metrics = {
-                "entropy": _mean([head.entropy for head in heads]),
+                "entropy": mean(head.entropy for head in heads),
                 "min_entropy": min(head.entropy for head in heads),
-                "rho": _mean([head.rho.rho.nanmean().item() for head in heads]),
+                "rho": mean(head.rho.rho.nanmean().item() for head in heads),
                 "max_logit": max(head.max_logit for head in heads),
-                "sink_mass": _mean([head.sink_mass for head in heads]),
-                "distance": _mean([head.distance for head in heads]),
+                "sink_mass": mean(head.sink_mass for head in heads),
+                "distance": mean(head.distance for head in heads),
             }
-        if rank is not None:
-            for name in ("similarity", "effective_rank", "residual"):
-                metrics[name] = getattr(rank, name)
-        return metrics
+        names = ("similarity", "effective_rank", "residual") if rank is not None else ()
+        return metrics | {name: getattr(rank, name) for name in names}
 
 
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
+def mean(values: Iterable[float]) -> float:
+    """The average; of no numbers there is none."""
+    every = list(values)
+    return sum(every) / len(every)
 
 
 def _profiles(gates: Ratio, label: str) -> list[Profile]:
     """ρ of each head, by position or in bins of θ."""
-    rho, error = gates.mean.cpu(), gates.count_error.cpu()
-    count = rho.shape[-1]
-    theta = torch.arange(1, count + 1, dtype=torch.float64) / count
+    rho, errors = gates.mean.cpu(), gates.count_error.cpu()
+    theta = torch.arange(1, rho.shape[-1] + 1, dtype=torch.float64) / rho.shape[-1]
     return [
         Profile(
             theta=theta,
             rho=rho[head],
-            standard_error=error[head],
+            standard_error=errors[head],
             source="measured",
             label=f"{label}, head {head}",
         )

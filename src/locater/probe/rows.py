@@ -463,7 +463,7 @@ def added(one: Float[Tensor, "*_"], other: Float[Tensor, "*_"]) -> Float[Tensor,
     return one + other
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TokenRank:
     """How alike the tokens are that one attention is given, averaged over sequences."""
 

@@ -135,6 +135,15 @@ class LayerReality:
         return row
 
 
+KURTOSIS = {
+    "tokens": "token",
+    "queries": "query",
+    "keys": "key",
+    "token projections": "projection",
+}
+"""What `_features` looks at, and how a layer's row calls its excess kurtosis."""
+
+
 @dataclass(frozen=True, eq=False)
 class Reality:
     """A model held against the theory, layer by layer."""
@@ -183,12 +192,10 @@ class Reality:
                     "explained": layer.explained,
                     "logit_gap": layer.logit_gap,
                     **averages(rows),
-                    "token_kurtosis": layer.features["tokens"].excess_kurtosis.median().item(),
-                    "query_kurtosis": layer.features["queries"].excess_kurtosis.median().item(),
-                    "key_kurtosis": layer.features["keys"].excess_kurtosis.median().item(),
-                    "projection_kurtosis": layer.features["token projections"]
-                    .excess_kurtosis.median()
-                    .item(),
+                    **{
+                        f"{column}_kurtosis": layer.features[name].excess_kurtosis.median().item()
+                        for name, column in KURTOSIS.items()
+                    },
                     "not_gaussian": {
                         name: shape.rejected() for name, shape in layer.features.items()
                     },

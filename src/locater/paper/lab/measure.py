@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from statistics import fmean as mean
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from locater.models.live import find_attention
 from locater.paper.lab.batches import IGNORED, Source
 from locater.paper.lab.model import Attention, Transformer
 from locater.paper.lab.run import Record, rounded
-from locater.probe.probe import MeasuredHead, Probe
+from locater.probe.probe import MeasuredHead, Probe, mean
 
 
 @dataclass(eq=False)

@@ -170,8 +170,9 @@ class _Decay(Stabilized):
     ) -> None:
         if learning_rate is None or not 0 <= decay * learning_rate < 1:
             raise ConfigError(
-                f"decay {decay} and learning_rate {learning_rate} make no decay.",
-                hint="give the optimizer's learning rate; their product must lie in [0, 1).",
+                f"decay times learning_rate must lie from 0 to below 1, got {decay} times "
+                f"{learning_rate}.",
+                hint="give the optimizer's learning rate.",
             )
         self.keep = 1 - decay * learning_rate
         sides = [side for one in attentions for side in (one.q_proj, one.k_proj)]
