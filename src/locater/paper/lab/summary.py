@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from locater.core.theory import Profile
+from locater.core import theory
 from locater.errors import InputError, MissingExtraError
 from locater.files import write_file
 from locater.paper.lab.presets import Setting, Sweep
@@ -242,5 +242,4 @@ def participation(run: Run, name: str) -> float | None:
     if name not in run.final:
         return None
     rho = torch.tensor(run.final[name], dtype=torch.float64)
-    theta = torch.arange(1, rho.shape[-1] + 1, dtype=torch.float64) / rho.shape[-1]
-    return Profile(theta=theta, rho=rho).participation.mean().item()
+    return theory.participation(rho).mean().item()
