@@ -18,7 +18,7 @@ class LocaterError(Exception):
 
 
 class ConfigError(LocaterError):
-    """A setting has a value that makes no sense."""
+    """A setting has a value that cannot be used."""
 
 
 class InputError(LocaterError):

@@ -319,16 +319,16 @@ def predicted_attention(
         rows = LogitDraws.of(process, draws, generator).rows(moments, generator)
     else:
         rows = moments.gaussian_rows(draws, generator)
-    found = []
+    heads = []
     for logits in rows:
         attention = torch.softmax(logits, -1)
         entropy = attention_entropy(attention)
         parts = ((part.mean(1), part.std(1) / math.sqrt(draws)) for part in (attention, entropy))
-        found.append([value for pair in parts for value in pair])
+        heads.append([value for pair in parts for value in pair])
     stack = form.query.shape[:-2]
     return PredictedAttention(
         *(torch.cat(parts).unflatten(0, stack) if stack else torch.cat(parts)[0]
-          for parts in zip(*found, strict=True))
+          for parts in zip(*heads, strict=True))
     )  # fmt: skip
 
 
