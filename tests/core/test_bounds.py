@@ -118,12 +118,12 @@ def test_the_printed_bound_has_a_peak_that_the_true_one_has_not() -> None:
         (
             lambda: entropy_lower_bound(1.0, 4, variant="tight"),
             ConfigError,
-            r"unknown variant 'tight'.\nhint: use 'exact' or 'as_printed'",
+            r"unknown variant 'tight'.\nhint: choose one of: exact, as_printed.",
         ),
         (
             lambda: collapse_bounds(QKForm(torch.ones(1, 2), torch.ones(1, 2), 1.0), variant="x"),
             ConfigError,
-            r"unknown variant 'x'.\nhint: use 'valid' or 'as_printed'",
+            r"unknown variant 'x'.\nhint: choose one of: valid, as_printed.",
         ),
         (
             lambda: collapse_bounds(QKForm(torch.ones(1, 2), torch.ones(1, 2), 1.0), -torch.eye(2)),

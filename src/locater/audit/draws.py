@@ -88,27 +88,27 @@ def null_columns(
     grams = spectrum.query_gram, spectrum.key_gram
     norms = [gram.diagonal(dim1=-2, dim2=-1).sum(-1) for gram in grams]
     size = (norms[0] * norms[1]).sqrt()  # ‖W_Q‖_F ‖W_K‖_F
-    found = {
+    columns = {
         "trace_z": spectrum.trace / size * math.sqrt(head_dim * model),
         "frobenius_ratio": spectrum.frobenius_squared.sqrt() / size * math.sqrt(head_dim),
     }
     if eigenvalues:
         null = null_of(head_dim, model)
         spread, norm = spectrum.variance.clamp_min(0).sqrt() / size, spectrum.spectral_norm
-        found |= {
+        columns |= {
             "spread_ratio": spread / null.spread,
             "spread_z": (spread - null.spread) / null.spread_deviation,
             "norm_ratio": norm / size / null.norm,
             "norm_z": (norm / size - null.norm) / null.norm_deviation,
         }
-    return found
+    return columns
 
 
 def entropy_columns(draws: LogitDraws, moments: HeadMoments) -> dict[str, Float[Tensor, " heads"]]:
     """Mean entropy of the heads' attention, its standard error, and Eq. 9's bound on it."""
     generator = torch.Generator().manual_seed(1)
-    found = [_entropy_and_bound(rows) for rows in draws.rows(moments, generator, torch.float32)]
-    entropy, bound = torch.cat(found, 1)
+    heads = [_entropy_and_bound(rows) for rows in draws.rows(moments, generator, torch.float32)]
+    entropy, bound = torch.cat(heads, 1)
     return {
         "entropy": entropy.mean(-1),
         "entropy_error": entropy.std(-1) / math.sqrt(entropy.shape[-1]),

@@ -42,20 +42,20 @@ class Layers:
     ) -> Layers:
         """The attentions of an open checkpoint."""
         try:
-            found, skipped = layouts(checkpoint.shapes, checkpoint.config, recipes=recipes)
+            attentions, skipped = layouts(checkpoint.shapes, checkpoint.config, recipes=recipes)
         except LocaterError:
             raise
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise InputError(
-                f"the config of {checkpoint.name} makes no sense: {type(error).__name__}: {error}.",
+                f"the config of {checkpoint.name} cannot be used: {type(error).__name__}: {error}.",
                 hint="look for a value of the wrong kind in config.json.",
             ) from error
-        skipped += _absent(found, skipped, checkpoint.config)
-        bent = [one for one in found if any(".parametrizations." in name for name in one.tensors)]
-        skipped += [Skipped(name=one.name, reason=_PARAMETRIZED) for one in bent]
-        found = [one for one in found if one not in bent]
-        before = norms(checkpoint.shapes, checkpoint.config, found) if gains else {}
-        return cls(found, before, skipped, checkpoint.read)
+        skipped += _absent(attentions, skipped, checkpoint.config)
+        stored = [one for one in attentions if ".parametrizations." in " ".join(one.tensors)]
+        skipped += [Skipped(name=attention.name, reason=_PARAMETRIZED) for attention in stored]
+        attentions = [attention for attention in attentions if attention not in stored]
+        before = norms(checkpoint.shapes, checkpoint.config, attentions) if gains else {}
+        return cls(attentions, before, skipped, checkpoint.read)
 
     @classmethod
     def of_model(
@@ -67,14 +67,14 @@ class Layers:
         gains: bool = True,
     ) -> Layers:
         """The attentions of a live model, on its parameters as they are now."""
-        found, skipped = discover(model, recipes=recipes, pairs=pairs)
-        sources = {name: one for live in found for name, one in live.sources.items()}
+        lives, skipped = discover(model, recipes=recipes, pairs=pairs)
+        sources = {name: one for live in lives for name, one in live.sources.items()}
         vectors = {
             plain_name(name): value for name, value in model.named_parameters() if value.ndim == 1
         }
         shapes: Shapes = {name: tuple(value.shape) for name, value in vectors.items()}
         said = getattr(getattr(model, "config", None), "model_type", "")
-        attentions = [live.layout for live in found]
+        attentions = [live.layout for live in lives]
         before = norms(shapes, {"model_type": said}, attentions) if gains else {}
 
         def read(names: Sequence[str]) -> Tensors:
@@ -129,20 +129,24 @@ class Layers:
     def tensors(self, layout: AttentionLayout) -> Tensors:
         """What one attention is made of; 8-bit floats as numbers that torch can multiply."""
         norm = self.norms.get(layout.name)
-        found = self.read((*layout.tensors, *(norm.tensors if norm else ())))
+        tensors = self.read((*layout.tensors, *(norm.tensors if norm else ())))
         return {
             name: value.float() if value.is_floating_point() and value.element_size() < 2 else value
-            for name, value in found.items()
+            for name, value in tensors.items()
         }
 
 
 def _absent(
-    found: Sequence[AttentionLayout], skipped: Sequence[Skipped], config: Mapping[str, Any]
+    attentions: Sequence[AttentionLayout], skipped: Sequence[Skipped], config: Mapping[str, Any]
 ) -> list[Skipped]:
     """Layers that the config counts and whose queries and keys are nowhere among the tensors."""
     counted = config.get("num_hidden_layers", config.get("n_layer"))
-    own = {one.layer for one in found if one.kind == "self"}
-    if not isinstance(counted, int) or len({one.part for one in found}) != 1 or skipped:
+    own = {attention.layer for attention in attentions if attention.kind == "self"}
+    if (
+        not isinstance(counted, int)
+        or len({attention.part for attention in attentions}) != 1
+        or skipped
+    ):
         return []
     lost = [layer for layer in range(min(counted, 10_000)) if layer not in own]
     if not lost or not own or max(own) >= counted:

@@ -13,7 +13,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from locater.core.theory import VANISHING
@@ -113,6 +113,7 @@ class HeadRecord:
 
 
 COLUMNS: tuple[str, ...] = tuple(one.name for one in fields(HeadRecord))
+_ABOUT = ("name", "format", "tokens", "process", "method")
 LIST_COLUMNS = ("eigenvalues_real", "eigenvalues_imag", "singular_values", "rho")
 
 
@@ -171,15 +172,11 @@ class Audit:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, rows included; what JSON stores."""
-        return {
-            "name": self.name,
-            "format": self.format,
-            "tokens": self.tokens,
-            "process": self.process,
-            "method": self.method,
+        plain = {name: getattr(self, name) for name in _ABOUT}
+        return plain | {
             "summary": self.summary,
             "caveats": list(self.caveats),
-            "skipped": [{"name": one.name, "reason": one.reason} for one in self.skipped],
+            "skipped": [asdict(one) for one in self.skipped],
             "bytes_read": self.bytes_read,
             "positions": list(self.positions),
             "rows": [row.to_dict() for row in self.rows],
@@ -188,17 +185,12 @@ class Audit:
     @classmethod
     def from_dict(cls, data: object) -> Audit:
         """The audit that `to_dict` wrote."""
-        needed = {"name", "format", "tokens", "process", "method", "positions", "rows"}
-        if not isinstance(data, Mapping) or not needed <= set(data):
+        if not isinstance(data, Mapping) or not {*_ABOUT, "positions", "rows"} <= set(data):
             raise InputError(
                 "this is not an audit.", hint="give what `locater audit --json` or to_json wrote."
             )
         return cls(
-            name=data["name"],
-            format=data["format"],
-            tokens=data["tokens"],
-            process=data["process"],
-            method=data["method"],
+            **{name: data[name] for name in _ABOUT},
             positions=tuple(data["positions"]),
             rows=tuple(HeadRecord.from_dict(row) for row in data["rows"]),
             caveats=tuple(data.get("caveats", ())),
@@ -252,17 +244,11 @@ class Audit:
 
 def _parquet_schema(pyarrow: Any) -> Any:
     """One type per column, so that a column of Nones is still one of numbers."""
-    words = {"name", "part", "kind", "regime", "verdict", "reason"}
-    whole = {"layer", "head", "kv_head", "model", "head_dim", "tokens_on", "first_on", "last_on"}
-
-    def kind(name: str) -> Any:
-        if name in LIST_COLUMNS:
-            return pyarrow.list_(pyarrow.float64())
-        if name in words:
-            return pyarrow.string()
-        return pyarrow.int64() if name in whole else pyarrow.float64()
-
-    return pyarrow.schema([(name, kind(name)) for name in COLUMNS])
+    kinds = {"str": pyarrow.string(), "Verdict": pyarrow.string(), "int": pyarrow.int64(),
+             "tuple[float, ...]": pyarrow.list_(pyarrow.float64())}  # fmt: skip
+    return pyarrow.schema(
+        [(one.name, kinds.get(str(one.type), pyarrow.float64())) for one in fields(HeadRecord)]
+    )
 
 
 COLLAPSED_TOKENS = 2.0
@@ -306,32 +292,22 @@ def judge(
     >>> judge(entropy=4.158, entropy_bound=4.157, peak=1.0, tokens=64)[0]
     'rank-collapse risk'
     """
-    most = math.log(tokens)
-    rests_on = math.exp(entropy)
+    most, rests_on = math.log(tokens), math.exp(entropy)
     if qk_norm:
         return "not judged", RULES["not judged"]
     if rests_on < COLLAPSED_TOKENS:
-        return (
-            "entropy-collapse risk",
-            (
-                f"attention rests on {rests_on:.3g} of {tokens} tokens (mean entropy {entropy:.3g} "
-                f"nats), fewer than {COLLAPSED_TOKENS:g}"
-            ),
+        return "entropy-collapse risk", (
+            f"attention rests on {rests_on:.3g} of {tokens} tokens (mean entropy {entropy:.3g} "
+            f"nats), fewer than {COLLAPSED_TOKENS:g}"
         )
     if peak < VANISHING:
         return "vanishing signal", f"largest ρ is {peak:.3g}, below {VANISHING:g}"
     if entropy_bound >= UNIFORM_SHARE * most:
-        return (
-            "rank-collapse risk",
-            (
-                f"entropy is at least {entropy_bound:.4g} of {most:.4g} nats, "
-                f"{entropy_bound / most:.1%}: the head averages all tokens"
-            ),
+        return "rank-collapse risk", (
+            f"entropy is at least {entropy_bound:.4g} of {most:.4g} nats, "
+            f"{entropy_bound / most:.1%}: the head averages all tokens"
         )
-    return (
-        "healthy",
-        (
-            f"no rule fires: attention rests on {rests_on:.3g} of {tokens} tokens, entropy is at "
-            f"least {entropy_bound:.3g} nats, largest ρ is {peak:.3g}"
-        ),
+    return "healthy", (
+        f"no rule fires: attention rests on {rests_on:.3g} of {tokens} tokens, entropy is at "
+        f"least {entropy_bound:.3g} nats, largest ρ is {peak:.3g}"
     )

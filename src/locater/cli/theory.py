@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -41,12 +41,7 @@ class TheoryConfig:
 def run(arguments: Sequence[str]) -> None:
     """Compute ρ, then print a table, JSON or where the figure is."""
     config = parse(TheoryConfig, "theory", arguments)
-    makers: dict[str, Callable[[], TokenProcess]] = {
-        "random-walk": lambda: TokenProcess.random_walk(config.tokens),
-        "autoregressive": lambda: TokenProcess.autoregressive(config.tokens, config.phi),
-        "independent": lambda: TokenProcess.independent(config.tokens),
-    }
-    process = makers[config.process]()
+    process = TokenProcess.named(config.process, config.tokens, phi=config.phi)
     form = QKForm.from_xi_eta(config.xi, config.eta, dim=config.dim)
     with one_thread():
         regime = classify(form, process)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from locater.core.form import QKForm
-from locater.errors import ConfigError, InputError
+from locater.errors import InputError, unknown
 
 EntropyVariant = Literal["exact", "as_printed"]
 BoundsVariant = Literal["valid", "as_printed"]
@@ -43,7 +43,7 @@ def entropy_lower_bound(
             1 / tokens + torch.exp(-norm)
         )
     if variant != "exact":
-        raise ConfigError(f"unknown variant {variant!r}.", hint="use 'exact' or 'as_printed'.")
+        raise unknown("variant", variant, get_args(EntropyVariant))
     gap = norm * math.sqrt(tokens / (tokens - 1))
     others = (tokens - 1) * torch.exp(-gap)
     share = torch.where(others > 0, others * gap.clamp_max(1e300) / (1 + others), 0.0)
@@ -85,102 +85,44 @@ def collapse_bounds(
     >>> [bound.equation for bound in printed if not bool(bound.holds)]
     ['7a', '7c']
     """
-    if variant not in ("valid", "as_printed"):
-        raise ConfigError(f"unknown variant {variant!r}.", hint="use 'valid' or 'as_printed'.")
-    model = form.query.shape[-1]
+    if variant not in get_args(BoundsVariant):
+        raise unknown("variant", variant, get_args(BoundsVariant))
+    model, rank = form.query.shape[-1], form.rank
     plain, spectrum = form.spectrum(), form.spectrum(covariance)
     sigma = torch.eye(model, dtype=torch.float64) if covariance is None else covariance.double()
-    eigenvalues = torch.linalg.eigvalsh(sigma.to(plain.trace.device))
-    norm2, norm_f = eigenvalues[-1], eigenvalues.square().sum().sqrt()
+    sigma = torch.linalg.eigvalsh(sigma.to(plain.trace.device))
     # ‖Σ⁻¹‖ is infinite for a singular Σ, and the bounds that use it are then empty
-    eps = model * torch.finfo(torch.float64).eps
-    eigenvalues = torch.where(eigenvalues > eps * norm2, eigenvalues, 0.0)
-    inverse2 = 1 / eigenvalues[0]
-    trace, scale = spectrum.trace, spectrum.frobenius_squared
-    rank = form.rank
+    sigma = torch.where(sigma > model * torch.finfo(sigma.dtype).eps * sigma[-1], sigma, 0.0)
+    trace, norm2, norm_f = spectrum.trace.abs(), plain.spectral_norm, plain.frobenius_squared.sqrt()
+    across = trace / (math.sqrt(model) * sigma[-1])
+    table: tuple[tuple[str, str, Tensor, Tensor], ...]
     if variant == "as_printed":
-        printed = spectrum.trace_of_square
-        inverse_f = eigenvalues.pow(-2).sum().sqrt()
-        root = printed.clamp_min(0).sqrt()
-        return [
-            Inequality("5", "|tr W| <= sqrt(d tr W^2)", trace.abs(), math.sqrt(model) * root),
-            Inequality(
-                "7a",
-                "|tr W| / (sqrt(d) ||Sigma||_2) <= ||W_QK||_2",
-                trace.abs() / (math.sqrt(model) * norm2),
-                plain.spectral_norm,
-            ),
-            Inequality(
-                "7b",
-                "||W_QK||_2 <= ||W_QK||_F",
-                plain.spectral_norm,
-                plain.frobenius_squared.sqrt(),
-            ),
-            Inequality(
-                "7c",
-                "||W_QK||_F <= ||W_QK||_1 (largest column sum)",
-                plain.frobenius_squared.sqrt(),
-                _column_sums(form).amax(-1),
-            ),
-            Inequality(
-                "8",
-                "(tr W)^2 <= d tr W^2",
-                trace.square(),
-                model * printed,
-            ),
-            Inequality(
-                "10a",
-                "|tr W_QK| <= ||Sigma^-1||_F sqrt(tr W^2)",
-                plain.trace.abs(),
-                (inverse_f * root).nan_to_num(math.inf, posinf=math.inf),
-            ),
-            Inequality("10b", "||W_QK||_2 <= |tr W_QK|", plain.spectral_norm, plain.trace.abs()),
-        ]
-    return [
-        Inequality("5", "|tr W| <= sqrt(rank) ||S||_F", trace.abs(), (rank * scale).sqrt()),
-        Inequality(
-            "7a",
-            "|tr W| / (sqrt(d) ||Sigma||_2) <= |tr W| / ||Sigma||_F",
-            trace.abs() / (math.sqrt(model) * norm2),
-            trace.abs() / norm_f,
-        ),
-        Inequality(
-            "7b",
-            "|tr W| / ||Sigma||_F <= ||W_QK||_F",
-            trace.abs() / norm_f,
-            plain.frobenius_squared.sqrt(),
-        ),
-        Inequality(
-            "7c",
-            "||W_QK||_F <= sum of |entries| of W_QK",
-            plain.frobenius_squared.sqrt(),
-            _column_sums(form).sum(-1),
-        ),
-        Inequality(
-            "7d",
-            "|tr W| / tr Sigma <= ||W_QK||_2",
-            trace.abs() / eigenvalues.sum(),
-            plain.spectral_norm,
-        ),
-        Inequality(
-            "8",
-            "(tr W)^2 <= rank ||S||_F^2",
-            trace.square(),
-            rank * scale,
-        ),
-        Inequality(
-            "10a",
-            "||W_QK||_2 <= ||W_QK||_F",
-            plain.spectral_norm,
-            plain.frobenius_squared.sqrt(),
-        ),
-        Inequality(
-            "10b",
-            "||W_QK||_F <= ||Sigma^-1||_2 ||S||_F",
-            plain.frobenius_squared.sqrt(),
-            (inverse2 * scale.sqrt()).nan_to_num(math.inf, posinf=math.inf),  # not ∞ · 0
-        ),
-    ]
+        square, inverse = spectrum.trace_of_square, sigma.pow(-2).sum().sqrt()
+        root = square.clamp_min(0).sqrt()
+        table = (
+            ("5", "|tr W| <= sqrt(d tr W^2)", trace, math.sqrt(model) * root),
+            ("7a", "|tr W| / (sqrt(d) ||Sigma||_2) <= ||W_QK||_2", across, norm2),
+            ("7b", "||W_QK||_2 <= ||W_QK||_F", norm2, norm_f),
+            ("7c", "||W_QK||_F <= ||W_QK||_1 (largest column sum)", norm_f,
+             _column_sums(form).amax(-1)),
+            ("8", "(tr W)^2 <= d tr W^2", trace.square(), model * square),
+            ("10a", "|tr W_QK| <= ||Sigma^-1||_F sqrt(tr W^2)", plain.trace.abs(), inverse * root),
+            ("10b", "||W_QK||_2 <= |tr W_QK|", norm2, plain.trace.abs()),
+        )  # fmt: skip
+    else:
+        scale, along = spectrum.frobenius_squared, trace / sigma.norm()
+        table = (
+            ("5", "|tr W| <= sqrt(rank) ||S||_F", trace, (rank * scale).sqrt()),
+            ("7a", "|tr W| / (sqrt(d) ||Sigma||_2) <= |tr W| / ||Sigma||_F", across, along),
+            ("7b", "|tr W| / ||Sigma||_F <= ||W_QK||_F", along, norm_f),
+            ("7c", "||W_QK||_F <= sum of |entries| of W_QK", norm_f, _column_sums(form).sum(-1)),
+            ("7d", "|tr W| / tr Sigma <= ||W_QK||_2", trace / sigma.sum(), norm2),
+            ("8", "(tr W)^2 <= rank ||S||_F^2", trace.square(), rank * scale),
+            ("10a", "||W_QK||_2 <= ||W_QK||_F", norm2, norm_f),
+            ("10b", "||W_QK||_F <= ||Sigma^-1||_2 ||S||_F", norm_f, scale.sqrt() / sigma[0]),
+        )  # fmt: skip
+    # ∞ · 0 bounds nothing
+    return [Inequality(*row[:3], row[3].nan_to_num(math.inf, posinf=math.inf)) for row in table]
 
 
 def _column_sums(form: QKForm) -> Float[Tensor, "*heads model"]:

@@ -41,8 +41,8 @@ class QuadraticLaw:
     >>> law = QuadraticLaw(torch.zeros(1).double(), torch.tensor([[0.5, -0.5]]).double())
     >>> law.mean().item(), law.variance().item()
     (0.0, 1.0)
-    >>> law.upper_tail(0.0)
-    tensor([0.5000], dtype=torch.float64)
+    >>> law.between(-1.0, 1.0)
+    tensor([0.6321], dtype=torch.float64)
     """
 
     constant: Float[Tensor, " rows"]
@@ -57,19 +57,6 @@ class QuadraticLaw:
         """Var Y."""
         variance = 2 * self.weights.square().sum(-1)
         return variance if self.linear is None else variance + self.linear.square().sum(-1)
-
-    def upper_tail(self, level: float) -> Float[Tensor, " rows"]:
-        """P(Y > level), to about 12 relative digits."""
-        above = self.mean() > level  # then the other tail is the smaller one
-        law = self._relative(torch.full_like(self.constant, level), down=above)
-        tail = _positive(law, torch.full_like(self.constant, -700.0))
-        certain = (self.constant > level).to(tail)
-        tail = torch.where(above, 1 - tail, tail)
-        return torch.where(self.is_random, tail, certain)
-
-    def lower_tail(self, level: float) -> Float[Tensor, " rows"]:
-        """P(Y < level), to about 12 relative digits."""
-        return self._flipped(-torch.ones_like(self.constant)).upper_tail(-level)
 
     def between(self, low: float, high: float) -> Float[Tensor, " rows"]:
         """P(low ≤ Y ≤ high), from the two tails that do not cancel each other.

@@ -293,7 +293,7 @@ class LogitDraws:
         some = max(1, 16 * _ROWS_AT_ONCE // (moments.tokens * size))
         for head in range(len(root)):
             generator.set_state(state)
-            found = []
+            rows = []
             for start in range(0, len(self.noise), some):
                 count = min(some, len(self.noise) - start)
                 noise = _normal((count, moments.tokens, size), generator)
@@ -301,8 +301,8 @@ class LogitDraws:
                 keys, query = moments.rotary.turn(keys, moments.phases), query[:, -1]
                 keys = keys if moments.key_mean is None else keys + moments.key_mean[head]
                 query = query if moments.query_mean is None else query + moments.query_mean[head]
-                found.append((keys @ query[..., None])[..., 0] / moments.temperature)
-            logits = torch.cat(found)[None]
+                rows.append((keys @ query[..., None])[..., 0] / moments.temperature)
+            logits = torch.cat(rows)[None]
             yield (logits if moments.shift is None else logits + moments.shift[head]).to(dtype)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -83,27 +83,6 @@ class Profile:
     def participation(self) -> Float[Tensor, "*heads"]:
         """How evenly ρ is spread over the tokens: see `participation`."""
         return participation(self.rho)
-
-    def records(self) -> list[dict[str, Any]]:
-        """One plain dictionary per head and position: what JSON and plots need."""
-        rho = self.rho.reshape(-1, self.rho.shape[-1]).tolist()
-        error: list[list[float | None]] = (
-            [[None] * self.theta.shape[0]] * len(rho)
-            if self.standard_error is None
-            else self.standard_error.reshape(-1, self.rho.shape[-1]).tolist()
-        )
-        return [
-            {
-                "label": self.label,
-                "source": self.source,
-                "head": head,
-                "theta": theta,
-                "rho": value,
-                "standard_error": deviation,
-            }
-            for head, (row, deviations) in enumerate(zip(rho, error, strict=True))
-            for theta, value, deviation in zip(self.theta.tolist(), row, deviations, strict=True)
-        ]
 
 
 def linearized_softmax(logits: Float[Tensor, "*batch tokens"]) -> Float[Tensor, "*batch tokens"]:
@@ -340,16 +319,16 @@ def predicted_attention(
         rows = LogitDraws.of(process, draws, generator).rows(moments, generator)
     else:
         rows = moments.gaussian_rows(draws, generator)
-    found = []
+    heads = []
     for logits in rows:
         attention = torch.softmax(logits, -1)
         entropy = attention_entropy(attention)
         parts = ((part.mean(1), part.std(1) / math.sqrt(draws)) for part in (attention, entropy))
-        found.append([value for pair in parts for value in pair])
+        heads.append([value for pair in parts for value in pair])
     stack = form.query.shape[:-2]
     return PredictedAttention(
         *(torch.cat(parts).unflatten(0, stack) if stack else torch.cat(parts)[0]
-          for parts in zip(*found, strict=True))
+          for parts in zip(*heads, strict=True))
     )  # fmt: skip
 
 

@@ -14,7 +14,14 @@ from locater.core.form import QKForm
 from locater.core.gradient import one_layer_output, qk_gradient
 from locater.core.penalty import LocAteRConfig, locater_penalty
 from locater.core.process import TokenProcess
-from locater.core.theory import classify, logit_variance, rho_limit, rho_limit_slope, score_moments
+from locater.core.theory import (
+    classify,
+    logit_variance,
+    participation,
+    rho_limit,
+    rho_limit_slope,
+    score_moments,
+)
 from locater.paper.curves import CORRECTED, PRINTED
 from locater.paper.verdicts import Outcome, Verdict
 
@@ -64,7 +71,9 @@ def fig2_verdicts(records: Sequence[Record]) -> list[Verdict]:
 
     xi, eta = max(panels, key=lambda panel: gap(*panel))
     share = {
-        (name, at): _participation(_curve(records, name, "rho", xi=at, eta=1))
+        (name, at): participation(
+            torch.tensor(_curve(records, name, "rho", xi=at, eta=1), dtype=torch.float64)
+        ).item()
         for name in (PRINTED, CORRECTED)
         for at in (0, max(xi for xi, _ in panels))
     }
@@ -87,10 +96,6 @@ def fig2_verdicts(records: Sequence[Record]) -> list[Verdict]:
             section="fig2",
         ),
     ]
-
-
-def _participation(rho: Sequence[float]) -> float:
-    return sum(rho) ** 2 / (len(rho) * sum(value**2 for value in rho))
 
 
 def fig3_verdicts(records: Sequence[Record]) -> list[Verdict]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from locater.core.theory import ON, VANISHING
 from locater.paper.curves import CORRECTED, PRINTED
 from locater.report.charts import SCALE
 from locater.report.page import Section, asset, rendered
@@ -45,7 +46,7 @@ _LIMITS = {  # Eq. 6 with Lemma 1's variance as printed, and as it is
 }  # fmt: skip
 # the rules of locater.classify, in its order of precedence
 _REGIME = (
-    "datum.peak < 0.1 ? 'vanishing' : datum.count == tokens ? 'uniform'"
+    f"datum.peak < {VANISHING:g} ? 'vanishing' : datum.count == tokens ? 'uniform'"
     " : datum.count < datum.last - datum.first + 1 ? 'scattered' : datum.first == 1 ? 'early'"
     " : datum.last == tokens ? 'late' : 'middle'"
 )
@@ -64,7 +65,7 @@ def _data() -> list[Spec]:
         "deviation": "eta * sqrt(2 * datum.u * datum.u + datum.kappa)",
         "rho": _between("datum.mean", "datum.deviation"),
     }
-    on = {"on": "datum.rho >= datum.peak / 2", "place": "datum.on ? datum.i : null"}
+    on = {"on": f"datum.rho >= {ON:g} * datum.peak", "place": "datum.on ? datum.i : null"}
     tokens: list[Spec] = [
         {"type": "sequence", "start": 1, "stop": {"signal": "tokens + 1"}, "as": "i"},
         *_formulas(finite),

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from locater.core.theory import Profile
+from locater.core import theory
 from locater.errors import MissingExtraError
 from locater.paper.lab.presets import Setting, Sweep
 from locater.paper.lab.run import Record, Run
@@ -233,5 +233,4 @@ def participation(run: Run, name: str) -> float | None:
     if name not in final(run):
         return None
     rho = torch.tensor(final(run)[name], dtype=torch.float64)
-    theta = torch.arange(1, rho.shape[-1] + 1, dtype=torch.float64) / rho.shape[-1]
-    return Profile(theta=theta, rho=rho).participation.mean().item()
+    return theory.participation(rho).mean().item()
