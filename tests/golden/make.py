@@ -277,7 +277,7 @@ ITEMS: dict[str, Item] = {
     "audit-exact": Item(partial(audit, "gpt2", "--exact", "--process", "autoregressive"), MOVED),
     "compare": Item(compare, MOVED),
     "theory-late": Item(partial(theory, "5", "0.1", "random-walk"), MOVED),
-    "theory-middle": Item(partial(theory, "0", "1", "autoregressive")),
+    "theory-middle": Item(partial(theory, "0", "1", "autoregressive"), MOVED),
     "simulate": Item(simulated, MOVED, elsewhere=0.1),  # a count may fall to the other side
     "figures": Item(figures, MOVED),
     "reality-gpt2": Item(partial(reality, "gpt2"), MOVED, elsewhere=0.1),

@@ -322,8 +322,9 @@ def _spectral_columns(spectrum: Spectrum, *, eigenvalues: bool) -> dict[str, Ten
     names = _SUMS + (_FROM_EIGENVALUES if eigenvalues else ())
     columns = {name: getattr(spectrum, name) for name in names}
     if eigenvalues:
-        columns["eigenvalues_real"] = spectrum.eigenvalues.real
-        columns["eigenvalues_imag"] = spectrum.eigenvalues.imag
+        values = spectrum.eigenvalues
+        values = values.gather(-1, values.abs().argsort(-1, descending=True))
+        columns |= {"eigenvalues_real": values.real, "eigenvalues_imag": values.imag}
     return columns
 
 

@@ -433,8 +433,7 @@ class Spectrum:
         small = self.cross_gram
         if model < head:
             small = self.query.mT @ self._repeated(self.colored[1])
-        values = torch.linalg.eigvals(small)
-        return values.gather(-1, values.abs().argsort(-1, descending=True))
+        return torch.linalg.eigvals(small)
 
     @cached_property
     def singular_values(self) -> Float[Tensor, "*heads rank"]:
