@@ -550,15 +550,6 @@ def check_covariance(
         )
 
 
-def covariance_root(
-    covariance: Float[Tensor, "size size"], *, model: int | None = None
-) -> Float[Tensor, "size size"]:
-    """Return a root R with R Rᵀ = Σ, after checking that Σ is a covariance; Σ may be singular."""
-    check_covariance(covariance, size=model)
-    values, vectors = torch.linalg.eigh((covariance + covariance.mT) / 2)
-    return vectors * values.clamp_min(0).sqrt()
-
-
 def semidefinite_root(gram: Float[Tensor, "*heads size size"]) -> Float[Tensor, "*heads size size"]:
     """A root R with R Rᵀ equal to a positive semidefinite matrix, which may be singular.
 

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from locater.core.form import check_covariance, covariance_root
+from locater.core.form import check_covariance, semidefinite_root
 from locater.errors import ConfigError, InputError, unknown
 
 Fit = Literal["least_squares", "traces"]
@@ -221,11 +221,9 @@ class TokenProcess:
             )
         options: dict[str, Any] = {"dtype": torch.float64, "device": self.kernel.device}
         noise = torch.randn(count, self.tokens, model, generator=generator, **options)
-        values, vectors = torch.linalg.eigh(self.kernel.double())
-        root = vectors * values.clamp_min(0).sqrt()
-        tokens = root @ noise
+        tokens = semidefinite_root(self.kernel.double()) @ noise
         if self.covariance is not None:
-            tokens = tokens @ covariance_root(self.covariance.double()).mT
+            tokens = tokens @ semidefinite_root(self.covariance.double()).mT
         return tokens if self.mean is None else tokens + self.mean.double()
 
 
