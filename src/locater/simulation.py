@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from locater.core.form import QKForm, covariance_root, semidefinite_root
+from locater.core.form import QKForm, check_covariance, semidefinite_root
 from locater.core.process import ProcessName, TokenProcess, centered_kernel
 from locater.core.theory import Profile, is_on, propagates, propagation
 from locater.engines import Engine, one_thread, run_units
@@ -332,7 +332,8 @@ class _Plan:
             )
         self.color = None
         if process.covariance is not None:
-            self.color = covariance_root(process.covariance.double(), model=model)
+            check_covariance(process.covariance, size=model)
+            self.color = semidefinite_root(process.covariance.double())
             mean = None if mean is None else _white_mean(mean, self.color)
         self.last_mean = None if mean is None else mean[-1].float()
         # what is the same for all keys changes neither gates nor attention

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from locater import ConfigError, InputError, QKForm, Rotary, Spectrum
-from locater.core.form import covariance_root
+from locater.core.form import semidefinite_root
 
 HEADS, MODELS, SEEDS = st.integers(1, 5), st.integers(1, 7), st.integers(0, 2**31)
 NAN, INF = math.nan, math.inf
@@ -87,7 +87,7 @@ def test_the_few_eigenvalues_have_every_power_sum_of_the_dense_matrix(
     covariance = covariance if with_covariance else torch.eye(model, dtype=torch.float64)
     dense = form.query.mT @ form.key @ covariance
     spectrum = form.spectrum(covariance if with_covariance else None)
-    root = covariance_root(covariance)
+    root = semidefinite_root(covariance)
     size = ((form.query @ root).norm() * (form.key @ root).norm()).item()
     assert spectrum.eigenvalues.shape == (form.rank,)
     for power in range(1, form.rank + 1):
@@ -245,9 +245,9 @@ def test_moving_a_form_moves_all_of_it() -> None:
 
 
 @given(size=st.integers(1, 8), seed=SEEDS)
-def test_a_covariance_root_times_its_transpose_is_the_covariance(size: int, seed: int) -> None:
+def test_a_root_times_its_transpose_is_the_covariance(size: int, seed: int) -> None:
     _, covariance = draw(1, size, seed)
-    root = covariance_root(covariance)
+    root = semidefinite_root(covariance)
     close(root @ root.mT, covariance, covariance.abs().amax())
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from locater import InputError
-from locater.core.gaussianity import gaussianity, normal_quantile, random_projections
+from locater.core.gaussianity import Gaussianity, gaussianity, normal_quantile, random_projections
 
 
 @pytest.mark.statistical
@@ -44,3 +44,14 @@ def test_constant_features_are_left_out_or_refused() -> None:
         gaussianity(torch.ones(20, 2))
     with pytest.raises(InputError, match="8 or more"):
         gaussianity(torch.ones(2, 2))
+
+
+@pytest.mark.parametrize(("statistic", "share"), [(9.20, 0.0), (9.22, 0.5)])
+def test_the_test_rejects_beyond_the_chi_square_quantile_of_one_percent(
+    statistic: float, share: float
+) -> None:
+    skewness = torch.tensor([0.0, math.sqrt(6 * statistic / 100)], dtype=torch.float64)
+    law = Gaussianity(skewness, torch.zeros(2, dtype=torch.float64), 100, {})
+    assert law.statistic[1].item() == pytest.approx(statistic)
+    assert law.rejected() == share
+    assert law.rejected(0.001) == 0  # whose quantile is 13.8

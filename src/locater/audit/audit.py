@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -163,14 +163,7 @@ def audit_checkpoint(
     settings = settings_of(settings, keywords)
     with open_checkpoint(source, base=base, config=config, say=say) as checkpoint:
         layers = Layers.of_checkpoint(checkpoint, recipes=recipes, gains=settings.gains)
-        audit = audit_layers(
-            layers,
-            settings,
-            report,
-            name=checkpoint.name,
-            format=checkpoint.format,
-            caveats=checkpoint.caveats,
-        )
+        audit = audit_layers(layers, settings, report)
         return replace(audit, bytes_read=checkpoint.bytes_read)
 
 
@@ -191,9 +184,9 @@ def audit_model(
     [(0, 0, 4), (0, 1, 4)]
     """
     settings = settings_of(settings, keywords)
-    layers = Layers.of_model(model, recipes=recipes, pairs=pairs, gains=settings.gains)
+    layers = Layers.of_model(model, name=name, recipes=recipes, pairs=pairs, gains=settings.gains)
     with torch.no_grad():
-        return audit_layers(layers, settings, report, name=name or type(model).__name__)
+        return audit_layers(layers, settings, report)
 
 
 def settings_of(settings: AuditConfig | None, keywords: AuditKeywords) -> AuditConfig:
@@ -210,10 +203,6 @@ def audit_layers(
     layers: Layers,
     settings: AuditConfig,
     report: Report | None = None,
-    *,
-    name: str,
-    format: str = "module",
-    caveats: Iterable[str] = (),
     chosen: Sequence[AttentionLayout] | None = None,
 ) -> Audit:
     """Audit the attentions of an open checkpoint or a live model, or some chosen ones of them."""
@@ -236,19 +225,19 @@ def audit_layers(
     if not rows:
         reasons = "; ".join(f"{one.name or 'the model'}: {one.reason}" for one in skipped[:4])
         raise InputError(
-            f"no attention of {name} could be read. {reasons or 'It has no layers'}.",
+            f"no attention of {layers.name} could be read. {reasons or 'It has no layers'}.",
             hint="the reasons say what is missing: a config (config.json, --heads), a "
             "locater.models.recipes.Recipe for its tensors, or weights that are numbers.",
         )
     return Audit(
-        name=name,
-        format=format,
+        name=layers.name,
+        format=layers.format,
         tokens=settings.length,
         process=settings.words,
         method=_METHODS[settings.method],
         positions=settings.positions,
         rows=tuple(rows),
-        caveats=tuple(dict.fromkeys((*caveats, *_caveats(settings, layers)))),
+        caveats=tuple(dict.fromkeys((*layers.caveats, *_caveats(settings, layers)))),
         skipped=tuple(skipped),
     )
 
@@ -325,8 +314,9 @@ def _spectral_columns(spectrum: Spectrum, *, eigenvalues: bool) -> dict[str, Ten
     names = _SUMS + (_FROM_EIGENVALUES if eigenvalues else ())
     columns = {name: getattr(spectrum, name) for name in names}
     if eigenvalues:
-        columns["eigenvalues_real"] = spectrum.eigenvalues.real
-        columns["eigenvalues_imag"] = spectrum.eigenvalues.imag
+        values = spectrum.eigenvalues
+        values = values.gather(-1, values.abs().argsort(-1, descending=True))
+        columns |= {"eigenvalues_real": values.real, "eigenvalues_imag": values.imag}
     return columns
 
 

@@ -120,37 +120,26 @@ def compare_checkpoints(
     the name of their attention, wrappers left out, or where names differ by part, kind and layer.
     """
     settings = settings_of(settings, keywords)
-    if isinstance(before, nn.Module) or isinstance(after, nn.Module):
-        sides = [
-            (Layers.of_model(one, gains=settings.gains), {"name": type(one).__name__})
-            for one in (before, after)
-            if isinstance(one, nn.Module)
-        ]
-        if len(sides) < 2:
-            raise InputError(
-                "a live model is compared with a live model.",
-                hint="save it first, or load the checkpoint.",
-            )
+    if isinstance(before, nn.Module) and isinstance(after, nn.Module):
+        first, second = (Layers.of_model(one, gains=settings.gains) for one in (before, after))
         with torch.no_grad():
-            return _compared(sides, settings, report)
+            return _compared(first, second, settings, report)
+    if isinstance(before, nn.Module) or isinstance(after, nn.Module):
+        raise InputError(
+            "a live model is compared with a live model.",
+            hint="save it first, or load the checkpoint.",
+        )
     with (
-        open_checkpoint(before, base=base, config=config) as first,
-        open_checkpoint(after, base=base, config=config) as second,
+        open_checkpoint(before, base=base, config=config) as old,
+        open_checkpoint(after, base=base, config=config) as new,
     ):
-        about = [
-            (
-                Layers.of_checkpoint(one, gains=settings.gains),
-                {"name": one.name, "format": one.format, "caveats": one.caveats},
-            )
-            for one in (first, second)
-        ]
-        return _compared(about, settings, report)
+        first, second = (Layers.of_checkpoint(one, gains=settings.gains) for one in (old, new))
+        return _compared(first, second, settings, report)
 
 
 def _compared(
-    sides: Sequence[tuple[Layers, dict[str, Any]]], settings: AuditConfig, report: Report | None
+    first: Layers, second: Layers, settings: AuditConfig, report: Report | None
 ) -> Comparison:
-    (first, _), (second, _) = sides
     pairs, alone = _matched(first.layouts, second.layouts)
     if not pairs:
         raise InputError(
@@ -165,11 +154,8 @@ def _compared(
         if report is not None:
             report(done, total)
 
-    kept = (tuple(a for a, _ in pairs), tuple(b for _, b in pairs))
-    audits = [
-        audit_layers(layers, settings, tick, chosen=chosen, **about)
-        for (layers, about), chosen in zip(sides, kept, strict=True)
-    ]
+    before = audit_layers(first, settings, tick, [ours for ours, _ in pairs])
+    after = audit_layers(second, settings, tick, [theirs for _, theirs in pairs])
     distances: dict[str, list[float]] = {}
     with one_thread():
         for ours, theirs in pairs:
@@ -179,15 +165,15 @@ def _compared(
                 alone.append(Skipped(name=ours.name, reason=error.message))
             tick()
     names = {theirs.name: ours.name for ours, theirs in pairs}
-    later = {(names[row.name], row.head): row for row in audits[1].rows}
+    later = {(names[row.name], row.head): row for row in after.rows}
     rows = [
         _change(row, later[row.name, row.head], distances[row.name][row.head])
-        for row in audits[0].rows
+        for row in before.rows
         if (row.name, row.head) in later and row.name in distances
     ]
     rows.sort(key=lambda row: -row.distance)
-    skipped = dict.fromkeys((*alone, *audits[0].skipped, *audits[1].skipped))
-    return Comparison(before=audits[0], after=audits[1], rows=tuple(rows), skipped=tuple(skipped))
+    skipped = dict.fromkeys((*alone, *before.skipped, *after.skipped))
+    return Comparison(before=before, after=after, rows=tuple(rows), skipped=tuple(skipped))
 
 
 def _matched(

@@ -35,6 +35,11 @@ class Layers:
     norms: Mapping[str, Norm]
     skipped: Sequence[Skipped]
     read: Callable[[Sequence[str]], Tensors]
+    name: str
+    """Of the model."""
+    format: str = "module"
+    caveats: tuple[str, ...] = ()
+    """What the checkpoint says of itself."""
 
     @classmethod
     def of_checkpoint(
@@ -55,13 +60,15 @@ class Layers:
         skipped += [Skipped(name=attention.name, reason=_PARAMETRIZED) for attention in stored]
         attentions = [attention for attention in attentions if attention not in stored]
         before = norms(checkpoint.shapes, checkpoint.config, attentions) if gains else {}
-        return cls(attentions, before, skipped, checkpoint.read)
+        about = (checkpoint.name, checkpoint.format, tuple(checkpoint.caveats))
+        return cls(attentions, before, skipped, checkpoint.read, *about)
 
     @classmethod
     def of_model(
         cls,
         model: nn.Module,
         *,
+        name: str | None = None,
         recipes: Sequence[Recipe] = RECIPES,
         pairs: Sequence[AnyPair] | None = None,
         gains: bool = True,
@@ -82,7 +89,7 @@ class Layers:
                 name: sources[name].read() if name in sources else vectors[name] for name in names
             }
 
-        return cls(attentions, before, skipped, read)
+        return cls(attentions, before, skipped, read, name or type(model).__name__)
 
     def form(
         self,

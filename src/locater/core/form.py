@@ -433,8 +433,7 @@ class Spectrum:
         small = self.cross_gram
         if model < head:
             small = self.query.mT @ self._repeated(self.colored[1])
-        values = torch.linalg.eigvals(small)
-        return values.gather(-1, values.abs().argsort(-1, descending=True))
+        return torch.linalg.eigvals(small)
 
     @cached_property
     def singular_values(self) -> Float[Tensor, "*heads rank"]:
@@ -549,15 +548,6 @@ def check_covariance(
             f"{what} is not positive definite: its smallest eigenvalue is {values[0].item():.3g}.",
             hint=f"a {what} has no negative eigenvalues; clip them or estimate it from more data.",
         )
-
-
-def covariance_root(
-    covariance: Float[Tensor, "size size"], *, model: int | None = None
-) -> Float[Tensor, "size size"]:
-    """Return a root R with R Rᵀ = Σ, after checking that Σ is a covariance; Σ may be singular."""
-    check_covariance(covariance, size=model)
-    values, vectors = torch.linalg.eigh((covariance + covariance.mT) / 2)
-    return vectors * values.clamp_min(0).sqrt()
 
 
 def semidefinite_root(gram: Float[Tensor, "*heads size size"]) -> Float[Tensor, "*heads size size"]:

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from locater.core.form import check_covariance, covariance_root
+from locater.core.form import check_covariance, semidefinite_root
 from locater.errors import ConfigError, InputError, unknown
 
 Fit = Literal["least_squares", "traces"]
@@ -172,30 +172,15 @@ class TokenProcess:
             raise InputError(
                 "samples hold NaN or infinite values.", hint="leave padded sequences out."
             )
-        count, tokens, _ = samples.shape
         mean = samples.mean(0) if centered else None
         spread = samples - mean if mean is not None else samples
-        freedom = count - 1 if centered else count
-        total = spread.square().sum().item()
-        if total == 0:
+        freedom = len(samples) - 1 if centered else len(samples)
+        if not bool(spread.any()):
             raise InputError("all samples are equal.", hint="there is no covariance to estimate.")
-        by_token = spread.transpose(0, 1).flatten(1).contiguous()
-        flat = by_token.view(tokens * count, -1)
-        sigma = flat.mT @ flat / (freedom * tokens) if covariance is None else covariance.double()
         if fit not in get_args(Fit):
             raise unknown("fit", fit, get_args(Fit))
-        kernel = by_token @ by_token.mT / (freedom * sigma.trace())
-        for _ in range(rounds if fit == "least_squares" else 0):
-            previous = kernel
-            kernel = (flat @ sigma).view(tokens, -1) @ by_token.mT
-            kernel = (kernel + kernel.mT) / (2 * freedom * sigma.square().sum())
-            if covariance is None:
-                kernel = kernel * (tokens / kernel.trace())
-                mixed = (kernel @ by_token).view_as(flat)
-                sigma = mixed.mT @ flat / (freedom * kernel.square().sum())
-                sigma = (sigma + sigma.mT) / 2
-            if torch.allclose(kernel, previous, rtol=1e-8, atol=1e-10 * float(kernel.abs().amax())):
-                break
+        rounds = rounds if fit == "least_squares" else 0
+        kernel, sigma = _kronecker(spread, covariance, freedom, rounds)
         explained = _explained(spread, kernel, sigma, freedom)
         return cls(_clipped(kernel), _clipped(sigma), mean, explained)
 
@@ -221,11 +206,9 @@ class TokenProcess:
             )
         options: dict[str, Any] = {"dtype": torch.float64, "device": self.kernel.device}
         noise = torch.randn(count, self.tokens, model, generator=generator, **options)
-        values, vectors = torch.linalg.eigh(self.kernel.double())
-        root = vectors * values.clamp_min(0).sqrt()
-        tokens = root @ noise
+        tokens = semidefinite_root(self.kernel.double()) @ noise
         if self.covariance is not None:
-            tokens = tokens @ covariance_root(self.covariance.double()).mT
+            tokens = tokens @ semidefinite_root(self.covariance.double()).mT
         return tokens if self.mean is None else tokens + self.mean.double()
 
 
@@ -237,6 +220,32 @@ def centered_kernel(
     cross = (kernel[:, -1] - row[-1]) / tokens
     spread = (kernel.diagonal() - 2 * row + row.mean()) / tokens**2
     return cross, spread.clamp_min(0)
+
+
+def _kronecker(
+    spread: Float[Tensor, "samples tokens model"],
+    covariance: Float[Tensor, "model model"] | None,
+    freedom: int,
+    rounds: int,
+) -> tuple[Float[Tensor, "tokens tokens"], Float[Tensor, "model model"]]:
+    """K and Σ with the traces of the samples' covariance, then so many rounds of least squares."""
+    count, tokens, _ = spread.shape
+    by_token = spread.transpose(0, 1).flatten(1).contiguous()
+    flat = by_token.view(tokens * count, -1)
+    sigma = flat.mT @ flat / (freedom * tokens) if covariance is None else covariance.double()
+    kernel = by_token @ by_token.mT / (freedom * sigma.trace())
+    for _ in range(rounds):
+        previous = kernel
+        kernel = (flat @ sigma).view(tokens, -1) @ by_token.mT
+        kernel = (kernel + kernel.mT) / (2 * freedom * sigma.square().sum())
+        if covariance is None:
+            kernel = kernel * (tokens / kernel.trace())
+            mixed = (kernel @ by_token).view_as(flat)
+            sigma = mixed.mT @ flat / (freedom * kernel.square().sum())
+            sigma = (sigma + sigma.mT) / 2
+        if torch.allclose(kernel, previous, rtol=1e-8, atol=1e-10 * float(kernel.abs().amax())):
+            break
+    return kernel, sigma
 
 
 def _clipped(matrix: Float[Tensor, "size size"]) -> Float[Tensor, "size size"]:

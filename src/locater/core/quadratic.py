@@ -88,11 +88,10 @@ class QuadraticLaw:
         self, level: Float[Tensor, " rows"], *, down: Bool[Tensor, " rows"]
     ) -> QuadraticLaw:
         """The law of Y − level, or of level − Y where it goes down."""
-        law = QuadraticLaw(self.constant - level, self.weights, self.linear)
-        return law._flipped(torch.where(down, -1.0, 1.0).to(level))
-
-    def _flipped(self, sign: Float[Tensor, " rows"]) -> QuadraticLaw:
-        return QuadraticLaw(sign * self.constant, sign[:, None] * self.weights, self.linear)
+        sign = torch.where(down, -1.0, 1.0).to(level)
+        return QuadraticLaw(
+            sign * (self.constant - level), sign[:, None] * self.weights, self.linear
+        )
 
     @property
     def is_random(self) -> Bool[Tensor, " rows"]:

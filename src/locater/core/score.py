@@ -24,7 +24,6 @@ from locater.core.form import (
     QKForm,
     Rotary,
     Spectrum,
-    covariance_root,
     gram_root,
     semidefinite_root,
 )
@@ -570,7 +569,7 @@ def symmetric_law(form: QKForm, process: TokenProcess) -> QuadraticLaw:
     form = form.balanced()
     matrix = form.matrix().double()
     if process.covariance is not None:
-        root = covariance_root(process.covariance.to(matrix), model=matrix.shape[-1])
+        root = semidefinite_root(process.covariance.to(matrix))
         matrix = root.mT @ matrix @ root
     values = torch.linalg.eigvalsh(matrix)
     kernel = process.kernel.to(values)
