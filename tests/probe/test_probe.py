@@ -326,3 +326,23 @@ def test_the_fast_path_of_an_encoder_stays_fast_and_is_measured(
     for ours, theirs in zip(fast.rank, slow.rank, strict=True):
         assert math.isclose(ours.residual, theirs.residual, rel_tol=1e-9)
         assert math.isclose(ours.similarity, theirs.similarity, rel_tol=1e-9)
+
+
+def test_keys_that_are_given_take_the_place_of_projected_ones() -> None:
+    """`static_k` of multi_head_attention_forward is (batch · heads, keys, head)."""
+    tokens, weights = randn(TOKENS, BATCH, 8), randn(24, 8, seed=1)
+    fixed = randn(BATCH * 2, TOKENS, 4, seed=2)
+
+    class Given(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.multi_head_attention_forward(
+                x, x, x, 8, 2, weights, None, None, None, False, 0.0, weights[:8], None,
+                static_k=fixed, static_v=fixed, need_weights=False,
+            )[0]  # fmt: skip
+
+    model = Given()
+    with Probe(model, queries="all") as probe:
+        model(tokens)
+    query = (tokens @ weights[:8].mT).unflatten(-1, (2, 4)).permute(1, 2, 0, 3)
+    logits = query @ fixed.unflatten(0, (BATCH, 2)).mT / 2
+    assert_measures(probe.records, dense(logits, every_row(logits)), allow_no_place=True)

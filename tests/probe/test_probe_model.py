@@ -497,6 +497,10 @@ def test_inputs_of_all_attentions_together_stay_within_keep() -> None:
             model(randn(3, 6, 8))
     kept = [probe.inputs(place).numel() * 4 for place in range(3)]
     assert 0 < sum(kept) <= 4 * size
+    with Probe(model, keep=9 * size) as probe:  # each has its share, in several passes
+        for _ in range(3):
+            model(randn(2, 6, 8))
+    assert [len(probe.inputs(place)) for place in range(3)] == [3, 3, 3]
 
 
 def test_a_cache_with_room_ahead_is_read_up_to_its_tokens() -> None:

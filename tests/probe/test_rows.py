@@ -12,7 +12,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from locater.errors import InputError
-from locater.probe.rows import Ratio, RealQueries, ScoredKeys, SoftmaxInput, tally
+from locater.probe.rows import (
+    MASKED,
+    Ratio,
+    RealQueries,
+    ScoredKeys,
+    SoftmaxInput,
+    largest_logits,
+    tally,
+)
 
 
 def scored(tokens: int, seed: int = 0, **more: Any) -> ScoredKeys:
@@ -117,3 +125,34 @@ def test_the_first_query_has_the_first_key_only_under_a_causal_flag() -> None:
     assert RealQueries.of(cache).first_key == 3
     assert RealQueries.of(flag).first_key == 0
     assert RealQueries.of(cache, is_self=False).first_key is None
+
+
+@pytest.mark.parametrize(("value", "is_hidden"), [(MASKED, True), (MASKED + 1, False)])
+def test_a_mask_hides_at_its_limit_and_below(value: float, is_hidden: bool) -> None:
+    mask = torch.zeros(5, 5, dtype=torch.float64)
+    mask[:, 3] = value
+    attention = scored(5, masks=(mask,))
+    _, visible = attention.rows(slice(None), torch.arange(5))
+    assert visible is not None and bool(visible[..., 3].any()) != is_hidden
+    written = torch.zeros(2, 4, 5, 5)
+    written[..., 3] = value
+    for one in (attention, SoftmaxInput(written)):
+        real = one.real_keys()
+        assert (real is not None) == is_hidden
+        assert real is None or real.tolist() == [[True, True, True, False, True]] * 2
+    _, seen = SoftmaxInput(written).rows(slice(None), torch.arange(5))
+    assert (seen is not None) == is_hidden
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_the_largest_logits_are_those_of_all_rows_in_blocks(is_causal: bool) -> None:
+    tokens = 64
+    attention = scored(tokens, is_causal=is_causal)
+    with Largest() as ours:
+        found = largest_logits(attention, block=8 * 4 * tokens)
+    assert ours.numel <= 8 * 4 * tokens
+    whole, _ = attention.rows(slice(None), torch.arange(tokens))
+    torch.testing.assert_close(found, whole.amax((0, 2, 3)))
+    measured = tally(attention, "all")
+    assert measured is not None
+    torch.testing.assert_close(measured.max_logit, found)
