@@ -485,7 +485,7 @@ def token_rank(
 
     >>> same = torch.ones(1, 4, 8)
     >>> token_rank(same, None).round(decimals=3)
-    tensor([[1., 1., 0.]])
+    tensor([[1., 1., 0.]], dtype=torch.float64)
     """
     _, length, model = tokens.shape
     together = max(1, _GRAM // min(length, model) ** 2)

@@ -275,7 +275,9 @@ def test_without_a_network_the_hub_says_what_to_do(
         raise ConnectionError("Couldn't reach the hub")
 
     monkeypatch.setattr(datasets, "load_dataset", refuse)
-    with pytest.raises(LocaterError, match=r"could not be had from the hub(.|\n)*takes a folder"):
+    with pytest.raises(
+        LocaterError, match=r"could not be loaded from the hub(.|\n)*takes a folder"
+    ):
         load_corpus("hub:wikitext-2")
 
 
