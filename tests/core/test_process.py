@@ -87,6 +87,7 @@ def test_a_truncated_process_is_the_process_of_its_first_tokens() -> None:
     assert cut.mean is not None and torch.equal(cut.mean, mean[:3])
     assert cut.covariance is process.covariance
     assert TokenProcess.random_walk(5).truncate(5).mean is None
+    assert TokenProcess.random_walk(5).truncate(2).tokens == 2
 
 
 @pytest.mark.statistical  # resolution: about 4 % of a variance

@@ -31,6 +31,7 @@ from locater import (
 )
 from locater.core.form import Layout
 from locater.core.quadratic import QuadraticLaw
+from locater.core.score import HeadMoments, LogitDraws, SampledHeads
 
 
 @dataclass(frozen=True)
@@ -571,3 +572,41 @@ def test_a_weight_that_is_rounding_error_changes_nothing(noise: float) -> None:
             )
             expected = one.between(0.0, 1.0).item()
             assert two.between(0.0, 1.0).item() == pytest.approx(expected, abs=1e-6)
+
+
+# --- rows of logits ---------------------------------------------------------------------------
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize("law", ["exact", "gaussian"])
+@pytest.mark.parametrize("turning", [0, 2])
+def test_drawn_rows_have_the_mean_and_covariance_of_the_logits(law: str, turning: int) -> None:
+    case = Case(4, 5, 6, 3, turning, "half", True, True, True, True, True)
+    form, process = case.draw()
+    moments = HeadMoments.of(form, process)
+    generator, draws = torch.Generator().manual_seed(0), 40_000
+    if law == "exact":
+        rows = LogitDraws.of(process, draws, generator).rows(moments, generator)
+    else:
+        rows = moments.gaussian_rows(draws, generator)
+    sample = torch.cat(list(rows))[0]
+    mean, covariance = moments.logits()
+    limit = stats.norm.isf(1e-6 / (2 * 27))  # 1 false alarm in 10⁶: 6 means, 21 covariances
+    error = (covariance.diagonal() / draws).sqrt()
+    assert ((sample.mean(0) - mean).abs() < limit * error).all()
+    spread = sample - sample.mean(0)
+    products = spread[:, :, None] * spread[:, None]
+    error = products.std(0) / math.sqrt(draws)
+    assert ((products.mean(0) - covariance).abs() < limit * error).all()
+    # the resolution: keys that forget the last token, or half of the spread, would be seen
+    assert (error.diagonal() < 0.05 * covariance.diagonal()).all()
+
+
+def test_two_samples_are_enough_and_heads_share_their_draws() -> None:
+    form, process = Case(2, 3, 4, 1, 0, "half", False, False, False, False, False).draw()
+    assert SampledHeads.of(form, torch.ones(2, 4, 3)).samples == 2
+    twice = QKForm(*(part.expand(2, 2, 3) for part in (form.query, form.key)), form.temperature)
+    generator = torch.Generator().manual_seed(0)
+    draws = LogitDraws.of(process, 5, generator)
+    rows = torch.cat(list(draws.rows(HeadMoments.of(twice, process), generator)))
+    assert rows.shape == (2, 5, 4) and torch.equal(rows[0], rows[1])
