@@ -6,3 +6,5 @@ from typing import Any
 
 SETTINGS: dict[str, dict[str, Any]] = {}
 CLASSES: dict[str, str] = {}
+INPUTS: dict[Any, Any] = {}
+"""What to feed a model type, or one of its classes: a function of the config that yields inputs."""

@@ -1,0 +1,103 @@
+"""Running a tiny model, whole or in parts, until every attention of it has run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.coverage.exceptions import INPUTS
+from tests.coverage.inputs import cast, guesses
+from tests.coverage.truth import Heard, traced
+
+
+@dataclass(frozen=True, eq=False)
+class Drive:
+    """A part of a model, and inputs that it takes."""
+
+    name: str
+    module: nn.Module
+    given: dict[str, Any]
+    heard: Heard
+
+    def run(self, module: nn.Module) -> None:
+        """Run this part of a model of the same kind."""
+        part = module.get_submodule(self.name) if self.name else module
+        part(**cast(self.given, next(part.parameters()).dtype))
+
+
+@dataclass
+class Driven:
+    """What ran, and what was tried in vain."""
+
+    drives: list[Drive] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+    @property
+    def attentions(self) -> list[Any]:
+        """Everything heard."""
+        return [one for drive in self.drives for one in drive.heard.attentions]
+
+    @property
+    def others(self) -> list[str]:
+        """Softmaxes over something else."""
+        return sorted({one for drive in self.drives for one in drive.heard.others})
+
+
+def driven(model: nn.Module, model_type: str) -> Driven:
+    """Run the model, then those of its parts that stood still."""
+    result = Driven()
+    first = _drive(model, "", model, model_type, result.errors)
+    result.drives += first
+    for name, part in _parts(model):
+        ran = [one.module for one in result.attentions]
+        if not any(one == name or one.startswith(f"{name}.") for one in ran):
+            errors: list[str] = []
+            more = _drive(model, name, part, getattr(part.config, "model_type", ""), errors)
+            result.drives += [one for one in more if one.heard.attentions]
+            if not more:
+                result.errors += errors[:2]
+    return result
+
+
+def _parts(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    import transformers
+
+    for name, part in model.named_modules():
+        if name and isinstance(part, transformers.PreTrainedModel):
+            yield name, part
+
+
+def _drive(
+    model: nn.Module, name: str, part: Any, model_type: str, errors: list[str]
+) -> list[Drive]:
+    """The first guess at its inputs that a part takes; or every one that a table gives."""
+    table = INPUTS.get((model_type, type(part).__name__)) or INPUTS.get(model_type)
+    dtype = next(part.parameters()).dtype
+    found = []
+    for given in table(part.config) if table else guesses(part, part.config):
+        try:
+            with traced(model) as heard:
+                part(**cast(given, dtype))
+            found.append(Drive(name, part, given, heard))
+            if not table:
+                break
+        except (TimeoutError, MemoryError):
+            raise
+        except Exception as error:  # noqa: BLE001  # models raise whatever they like
+            words = f"{name or 'the model'} on {', '.join(given)}: {type(error).__name__}: {error}"
+            errors.append(words[:220])
+    return found
+
+
+def in_doubles(model: nn.Module, model_type: str) -> Driven:
+    """Run in float64, else in float32 where a model does not know it."""
+    result = driven(model.double(), model_type)
+    if result.drives and result.attentions:
+        return result
+    with torch.no_grad():
+        again = driven(model.float(), model_type)
+    return again if again.drives else result
