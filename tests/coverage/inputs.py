@@ -44,20 +44,25 @@ def ids(tokens: int = TOKENS, seed: int = 1, top: int = SPECIAL - 2) -> Tensor:
 
 def _pair(value: Any) -> tuple[int, int]:
     if isinstance(value, (list, tuple)):
-        return (int(value[-2]), int(value[-1])) if len(value) > 1 else (int(value[0]),) * 2
+        first, last = (value[-2], value[-1]) if len(value) > 1 else (value[0], value[0])
+        return int(_one(first)), int(_one(last))
     return int(value), int(value)
 
 
+def _one(value: Any) -> Any:
+    return value[0] if isinstance(value, (list, tuple)) else value
+
+
 def _picture(config: Any) -> tuple[int, int, int]:
-    channels = setting(config, "num_channels", "in_channels", "in_chans", default=3)
-    size = setting(config, "image_size", "img_size", "input_size", "resolution", default=32)
+    channels = _one(setting(config, "num_channels", "in_channels", "in_chans", default=3))
+    size = setting(config, "image_size", "img_size", "resolution", default=64)
     return (int(channels), *_pair(size))
 
 
 def pictures(config: Any) -> Iterator[Tensor]:
     picture = _picture(config)
     frames = setting(config, "num_frames", "frames_per_clip")
-    if frames:
+    if isinstance(frames, int):
         yield normal(BATCH, frames, *picture)
     yield normal(BATCH, *picture)
     yield normal(BATCH, 1, *picture)
@@ -69,11 +74,11 @@ def patches(config: Any) -> Tensor:
     size = _pair(setting(config, "patch_size", default=8))[0]
     times = _pair(setting(config, "temporal_patch_size", default=1))[0]
     channels = setting(config, "in_channels", "num_channels", "in_chans", default=3)
-    return normal(int(_grid().prod(1).sum()), channels * times * size**2)
+    return normal(int(GRID.prod(1).sum()), channels * times * size**2)
 
 
-def _grid() -> Tensor:
-    return torch.tensor([[1, 4, 4], [1, 4, 8]])
+GRID = torch.tensor([[1, 4, 4], [1, 4, 8]])
+"""Time, height and width of two pictures, in patches."""
 
 
 def features(config: Any) -> Iterator[Tensor]:
@@ -116,11 +121,14 @@ MAKERS: dict[str, Maker] = {
     "hidden_states": lambda config: hidden(config),
     "encoder_hidden_states": lambda config: [normal(BATCH, 7, _width(config))],
     "query_embeds": lambda config: [normal(BATCH, 6, _width(config))],
-    "grid_thw": lambda config: [_grid()],
-    "image_grid_thw": lambda config: [_grid()],
+    "grid_thw": lambda config: [GRID],
+    "image_grid_thw": lambda config: [GRID],
     "bbox": lambda config: [torch.arange(4).expand(BATCH, TOKENS, 4).clone() * 3],
     "attention_mask": lambda config: [torch.ones(BATCH, TOKENS, dtype=torch.long)],
     "position_ids": lambda config: [torch.arange(TOKENS).expand(BATCH, TOKENS)],
+    "pixel_attention_mask": lambda config: [torch.ones(BATCH, 16, dtype=torch.long)],
+    "spatial_shapes": lambda config: [torch.tensor([[4, 4]] * BATCH)],
+    "input_features_mask": lambda config: [torch.ones(BATCH, 64, dtype=torch.long)],
     "labels": lambda config: [ids(9, seed=3)],
 }  # fmt: skip
 MAIN = ("input_ids", "pixel_values", "input_features", "input_values", "decoder_input_ids")
@@ -137,6 +145,9 @@ def guesses(model: nn.Module, config: Any) -> Iterator[dict[str, Any]]:
     if any(name not in MAKERS for name in required):
         return
     main = [name for name in MAIN if name in known]
+    makers = dict(MAKERS)
+    if known.keys() & {"grid_thw", "image_grid_thw", "spatial_shapes"}:
+        makers["pixel_values"] = lambda config: [patches(config), *pictures(config)]
     off = {name: False for name in ("use_cache",) if name in known}
     subsets = [main, *([name] for name in main if name != "decoder_input_ids")]
     if "decoder_input_ids" in main:
@@ -147,7 +158,7 @@ def guesses(model: nn.Module, config: Any) -> Iterator[dict[str, Any]]:
         if set(names) in tried:
             continue
         tried.append(set(names))
-        for values in itertools.product(*(list(MAKERS[name](config)) for name in names)):
+        for values in itertools.product(*(list(makers[name](config)) for name in names)):
             yield dict(zip(names, values, strict=True)) | off
 
 

@@ -50,6 +50,10 @@ def _heads(old: Any) -> Any:
     return _each(old, lambda one: one if one < 2 else HEADS)
 
 
+def _shared(old: Any) -> Any:
+    return _each(old, lambda one: one if one < 2 else SHARED)
+
+
 def _patch(old: Any) -> Any:
     return _each(old, lambda one: 8 if one >= 8 else one)
 
@@ -67,12 +71,14 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r"(mel_bins|num_mel_bins|n_mel_bins|feature_size|input_feat_per_channel|input_feat_size)", KEEP),
     (r"(conv_dim|tdnn_dim|num_conv_layers|num_feat_extract_layers)", KEEP),
     # heads
-    (r".*(num_key_value_heads|num_kv_heads|n_head_kv|key_value_attention_heads)(_per_layer)?", _heads),
+    (r".*(num_key_value_heads|num_kv_heads|n_head_kv|key_value_attention_heads)(_per_layer)?", _shared),
     (r".*(attention_heads|num_heads|n_heads?|nhead|_heads|heads)(_per_\w+)?", _heads),
     (r"(qk_nope_head_dim|qk_rope_head_dim|v_head_dim)", const(8)),
     (r"qk_head_dim", const(16)),
     (r"(index_head_dim)", const(HEAD)),
     (r"(.*head_dim|d_kv|dim_head|attention_head_size|kv_channels|d_head|resampler_dim_head)", const(HEAD)),
+    (r"rotary_dim", at_most(4)),
+    (r"query_pre_attn_scalar", const(24)),
     (r"(q_lora_rank|kv_lora_rank|o_lora_rank|.*_rank)", at_most(12)),
     # layers
     (r"(num_layers|num_hidden_layers|n_layers?|layers|depth|.*_layers|.*_depth|num_blocks)", at_most(LAYERS)),
@@ -88,6 +94,8 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r"(projection_dim|.*project\w*_dim|projection_size|out_hidden_size|output_dim|proj_dim)", const(WIDTH)),
     (r"(.*intermediate_size\w*|.*ffn_dim|d_ff|d_inner|dff|mlp_dim|.*dim_feedforward|ffn_hidden_size)", const(48)),
     (r"(encoder_feedforward_dim|dim_ff|.*linear_units|feed_forward_size|n_inner|.*_ffn_hidden_size)", const(48)),
+    (r"(encoder_in_channels|decoder_in_channels|d_latents|adapter_in_dim|adapter_out_dim)", const(WIDTH)),
+    (r"(adapter_input_size|backbone_hidden_size|condition_dim|text_hidden_size|mask_feature_size)", const(WIDTH)),
     (r"(lru_width|true_hidden_size|intra_bottleneck_size|vit_dim|mask_dim)", const(WIDTH)),
     # experts
     (r"(n_group|topk_group|num_expert_group)", const(1)),
@@ -110,6 +118,26 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r"(mamba_d_state|state_size|ssm_state_size)", at_most(8)),
     (r"(chunk_size|mamba_chunk_size)", at_most(8)),
 )  # fmt: skip
+
+
+FLOATS: dict[str, float] = {
+    "attn_logit_softcapping": 3.0,
+    "attention_logit_cap": 3.0,
+    "conf_attention_logit_cap": 3.0,
+    "attention_multiplier": 0.2,
+    "key_multiplier": 0.7,
+    "attention_in_multiplier": 0.8,
+}
+"""What is near one, or out of the logits' reach, would hide a form that does not know of it."""
+
+NONES: dict[str, int] = {
+    "head_dim": HEAD,
+    "num_key_value_heads": SHARED,
+    "num_experts_per_tok": 2,
+    "n_routed_experts": EXPERTS,
+    "n_shared_experts": 1,
+}
+"""Settings that a default config leaves open and a model needs."""
 
 
 def ruled(name: str, old: Any) -> Any:
@@ -145,6 +173,7 @@ class Shrinker:
         old = config.to_dict()
         common = set(transformers.PreTrainedConfig().to_dict()) - TOKENS
         special = {**self.exceptions.get(config.model_type, {}), **(changes or {})}
+        usual = _usual(config)
         nested = {name: value for name, value in special.items() if isinstance(value, Nested)}
         new: dict[str, Any] = {}
         chosen = representatives(old)
@@ -153,20 +182,30 @@ class Shrinker:
                 continue
             if name == "head_dim" and old.get("qk_rope_head_dim"):
                 continue  # it follows
+            if name == "per_layer_config" and value:
+                new[name] = _by_layer(value, old, chosen)
+                continue
             below = vars(config).get(name)  # getattr refuses settings that differ between layers
             if isinstance(below, transformers.PreTrainedConfig):
                 given = dict(nested[name]) if name in nested else None
                 new[name] = {**self.settings(below, given), "model_type": below.model_type}
             elif name not in common:
                 tiny = self.value(name, value, chosen)
-                if tiny != value:
+                if tiny != usual.get(name, value):
                     new[name] = tiny
+        new |= _stages(old)
+        if old.get("qk_rope_head_dim"):  # latent attention shares no key heads
+            new |= {name: HEADS for name in ("num_key_value_heads",) if name in new}
         return new | {name: value for name, value in special.items() if name not in nested}
 
     def value(self, name: str, old: Any, chosen: Chosen) -> Any:
         """The tiny value of one setting, among those that speak of layers or of tokens too."""
         if isinstance(old, Mapping) and "rope" in name:
             return _rope(old)
+        if old is None and name in NONES:
+            return NONES[name]
+        if isinstance(old, float) and name in FLOATS:
+            return FLOATS[name]
         if isinstance(old, (list, tuple)) and len(old) == chosen.of and chosen.of > 1:
             old = [old[place] for place in chosen.places]
             return ruled(name, old) if _is_numbers(old) else old
@@ -177,6 +216,25 @@ class Shrinker:
         if _is_number(old) or _is_numbers(old):
             return ruled(name, old)
         return old
+
+
+def _stages(old: Mapping[str, Any]) -> dict[str, Any]:
+    """A backbone has at least as many layers as it hands out."""
+    wanted = old.get("out_indices")
+    if not wanted or not _is_number(old.get("num_hidden_layers")):
+        return {}
+    count = max(LAYERS, len(wanted))
+    places = list(range(count - len(wanted) + 1, count + 1))
+    names = [f"stage{place}" for place in places]
+    return {"num_hidden_layers": count, "out_indices": places, "out_features": names}
+
+
+def _usual(config: Any) -> dict[str, Any]:
+    """What its class would set by itself: inside another config, other values may be the default."""
+    try:
+        return type(config)().to_dict()
+    except Exception:  # noqa: BLE001  # some cannot be made without settings
+        return {}
 
 
 class Nested(dict[str, Any]):
@@ -203,6 +261,8 @@ def representatives(settings: Mapping[str, Any]) -> Chosen:
         for value in settings.values()
         if isinstance(value, (list, tuple)) and len(value) == count > 1
     ]
+    own = settings.get("per_layer_config") or {}
+    lists.append([own.get(f"{place:02d}", own.get(str(place))) for place in range(count)])
     kinds: dict[str, int] = {}
     for place in range(count):
         kinds.setdefault(repr([one[place] for one in lists]), place)
@@ -210,6 +270,27 @@ def representatives(settings: Mapping[str, Any]) -> Chosen:
     while 0 < len(places) < min(LAYERS, count):
         places.append(places[-1])
     return Chosen(places[:6], count)
+
+
+def _by_layer(old: Mapping[str, Any], whole: Mapping[str, Any], chosen: Chosen) -> dict[str, Any]:
+    """Settings of single layers: what was larger than in other layers stays larger."""
+    new: dict[str, Any] = {}
+    for place, was in enumerate(chosen.places):
+        own = old.get(f"{was:02d}", old.get(str(was)))
+        if own:
+            new[f"{place}"] = {
+                name: _beside(name, value, whole.get(name)) for name, value in own.items()
+            }
+    return new
+
+
+def _beside(name: str, value: Any, usual: Any) -> Any:
+    if not _is_number(value):
+        return value
+    tiny = ruled(name, value)
+    if not _is_number(usual) or tiny == value:
+        return tiny
+    return tiny * 2 if value > usual else max(tiny // 2, 1) if value < usual else tiny
 
 
 def _rope(old: Mapping[str, Any]) -> dict[str, Any]:
