@@ -23,7 +23,11 @@ _CODEC = {"upsample_groups": 4, "codebook_dim": 8, "num_quantizers": 4, "num_fil
 _CODEC |= {"upsampling_ratios": [4, 2], "vector_quantization_hidden_dimension": 8, "num_kv": None}
 del _CODEC["num_kv"]
 
-_STAGES = {"image_size": 64, "depths": [2, 2], "num_heads": [2, 4], "embed_dim": 16, "window_size": 4}
+_STAGES = {"image_size": 128, "depths": [2, 2, 1, 1], "num_heads": [2, 2, 4, 4], "embed_dim": 16}
+_STAGES |= {"window_size": 4}
+_SAM = {"output_channels": 32, "num_pos_feats": 16, "window_size": 2, "global_attn_indexes": [1]}
+_VQ = {"base_channels": 32, "channel_multiplier": [1, 1], "num_embeddings": 32, "num_res_blocks": 1}
+_RELATIVE = {"max_position_embeddings": 64, "num_key_value_heads": 4}
 _HGNET = {
     "embedding_size": 8, "hidden_sizes": [16, 16, 16, 16], "stem_channels": [3, 8, 8],
     "stage_in_channels": [8, 16, 16, 16], "stage_mid_channels": [8, 8, 8, 8],
@@ -139,8 +143,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "florence_vision": {"depths": [1, 1, 1, 1], "window_size": 4, "num_groups": [4, 4, 4, 4]},
     "sam2_hiera_det_model": {
         "image_size": [64, 64], "window_size_per_stage": [8, 4, 4, 2],
-        "blocks_per_stage": [1, 2, 2, 1], "global_attention_blocks": [2],
-        "num_attention_heads_per_stage": [1, 2, 4, 4],
+        "blocks_per_stage": [1, 2, 2, 1], "global_attention_blocks": [2], "hidden_size": 8,
+        "num_attention_heads_per_stage": [1, 2, 2, 4], "embed_dim_per_stage": [8, 16, 32, 64],
         "window_positional_embedding_background_size": [4, 4],
     },
     "bros": {"dim_bbox_sinusoid_emb_2d": 32, "dim_bbox_sinusoid_emb_1d": 4, "dim_bbox_projection": 8},
@@ -157,8 +161,125 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3_asr_encoder": {"n_window": 16, "max_position_embeddings": 16, "n_window_infer": 64, "downsample_hidden_size": 16},
     "gemma4_audio": {"attention_chunk_size": 4, "attention_context_left": 3},
     "gemma3n_audio": {"conf_attention_chunk_size": 4, "conf_attention_context_left": 3},
+    "sam_vision_model": _SAM,
+    "sam_prompt_encoder": {"image_embedding_size": 4},
+    "sam_hq_vision_model": _SAM,
+    "sam_hq_prompt_encoder": {"image_embedding_size": 4},
+    "layoutlmv3": {"input_size": 32, "coordinate_size": 6, "shape_size": 4},
+    "pixtral": {"head_dim": 8},
+    "llama4_vision_model": {"intermediate_size": 128, "vision_output_dim": 32,
+                            "projector_input_dim": 32, "projector_output_dim": 32},
+    "mllama_vision_model": {
+        "max_num_tiles": 2, "supported_aspect_ratios": [[1, 1], [1, 2], [2, 1]],
+        "intermediate_layers_indices": [1], "vision_output_dim": 64, "num_global_layers": 1,
+    },
+    "clap_audio_model": {
+        "spec_size": 64, "num_mel_bins": 16, "window_size": 4, "depths": [2, 2],
+        "num_attention_heads": [2, 4], "patch_embeds_hidden_size": 16, "hidden_size": 32,
+        "num_hidden_layers": 2,
+    },
+    "audio-spectrogram-transformer": {
+        "num_mel_bins": 16, "max_length": 24, "frequency_stride": 8, "time_stride": 8,
+    },
+    "chameleon_vqgan": {**_VQ, "resolution": 32, "latent_channels": 32, "embed_dim": 32},
+    "emu3_vqgan": {"base_channels": 32, "channel_multiplier": [1, 1], "codebook_size": 32,
+                   "attn_resolutions": [1], "num_res_blocks": 1, "embed_dim": 4, "hidden_size": 32},
+    "janus_vqgan": {**_VQ, "latent_channels": 32, "num_patches": 4},
+    "xclip_vision_model": {"num_frames": 4},
+    "xclip": {"vision_config": Nested(num_frames=4)},
+    "tvp": {"max_img_size": 64, "visual_prompt_size": 8, "num_frames": 2,
+            "backbone_config": {"model_type": "resnet", "embedding_size": 8, "depths": [1, 1],
+                                "hidden_sizes": [16, 32], "out_features": ["stage2"]}},
+    "deimv2": {"head_dim": 8},
+    "glm5_next_text": {"num_key_value_heads": 4},
+    "unlimited_ocr_text": {"num_key_value_heads": 4},
+    "dots3_note_text": {"per_layer_config": {}, "head_dim": 16},
+    "granite_speech5_encoder": {"context_size": 8},
+    # sound
+    "moonshine": {"encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 4},
+    "moonshine_streaming": {"num_key_value_heads": 4, "head_dim": 8},
+    "moonshine_streaming_encoder": {
+        "num_key_value_heads": 4, "head_dim": 8, "sliding_windows": [[4, 1], [4, 0]],
+    },
+    "nemotron3_diarization_audio": _RELATIVE,
+    "nemotron3_5_transcribe_asr_audio": _RELATIVE,
+    "nemotron3_5_transcribe_word_timestamp": _RELATIVE,
+    "phi4_multimodal_audio": {
+        "ext_pw_out_channel": 32, "depthwise_separable_out_channel": 32, "nemo_conv_channels": 32,
+        "left_chunk": 18,
+    },
+    "qwen2_5_omni_bigvgan": {"upsample_initial_channel": 64},
+    "qwen2_5_omni_dit": {"enc_channels": [16, 16, 16, 16, 48], "enc_dim": 16, "enc_emb_dim": 16,
+                         "enc_attention_channels": 8, "enc_se_channels": 8, "num_embeds": 32,
+                         "block_size": 6, "look_ahead_layers": [1], "look_backward_layers": [0],
+                         "head_dim": 8},
+    "qwen2_5_omni_audio_encoder": {"n_window": 8},
+    "qwen3_omni_moe_audio_encoder": {"n_window": 8, "n_window_infer": 32, "conv_chunksize": 8,
+                                     "downsample_hidden_size": 16},
+    "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 16, **_sections(2, 1, 1)},
+    "timesfm": {"context_length": 96},
+    "vits": {"flow_size": 32, "upsample_initial_channel": 16, "upsample_rates": [2, 2],
+             "upsample_kernel_sizes": [4, 4], "spectrogram_bins": 17,
+             "duration_predictor_filter_channels": 16, "posterior_encoder_num_wavenet_layers": 1,
+             "prior_encoder_num_wavenet_layers": 1},
+    "pix2struct_text_model": {"initializer_range": 0.02},
+    "t5gemma2_text": {"dropout_rate": 0.0},
+    "t5gemma2_decoder": {"dropout_rate": 0.0},
+    "sam2_vision_model": {"backbone_channel_list": [64, 32, 16, 8],
+                          "backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]]},
+    "sam2_prompt_encoder": {"image_size": 64, "patch_size": 16},
+    "sam2": {"image_size": 64},
+    "chameleon": {"vocabulary_map": {"<image>": 100, **{f"IMGIMG{one}Z": 101 + k for k, one in enumerate("AB")}}},
+    "emu3": {"vocabulary_map": {"<image>": 100, "<|extra_200|>": 101, "<|visual token 000000|>": 102}},
+    "granite4_vision": {"deepstack_layer_map": [[0, 0]], "spatial_target_layers": [1]},
+    "t5gemma2_decoder": {"dropout_rate": 0.0, "sliding_window": 4},
+    "pix2struct_text_model": {"initializer_range": 0.02, "num_heads": 4, "num_key_value_heads": 4},
+    "qwen3_asr_encoder": {"n_window": 16, "max_position_embeddings": 64, "n_window_infer": 64,
+                          "downsample_hidden_size": 16, "num_mel_bins": 128},
+    "superpoint": {"descriptor_decoder_dim": 32},
+    "seggpt": {"image_size": [64, 32], "intermediate_hidden_state_indices": [0, 1], "merge_index": 0,
+               "pretrain_image_size": 32},
+    "vitmatte": {"backbone_config": Nested(num_channels=4), "convstream_hidden_sizes": [8, 8, 8]},
+    "zoedepth": {"neck_hidden_sizes": [32, 32, 32, 32], "bottleneck_features": 32,
+                 "fusion_hidden_size": 32, "num_relative_features": 8},
+    "efficientloftr": {
+        "stage_num_blocks": [1, 1, 1, 1], "out_features": [16, 16, 32, 32], "hidden_size": 32,
+        "stage_in_channels": [1, 16, 16, 32], "fine_fusion_dims": [32, 32, 16],
+        "num_attention_layers": 2, "stage_block_dims": [16, 16, 32, 32],
+    },
+    "moshi": {"num_codebooks": 4},
+    "gemma4_assistant": {"__default__": {"text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0}}},
+    "seamless_m4t": {"vocab_size": 128, "pad_token_id": 0, "t2u_pad_token_id": 1,
+                     "t2u_bos_token_id": 0, "t2u_eos_token_id": 2, "t2u_decoder_start_token_id": 2,
+                     "unit_hifi_gan_vocab_size": 64, "upsample_initial_channel": 16},
+    "seamless_m4t_v2": {"vocab_size": 128, "pad_token_id": 0, "t2u_pad_token_id": 1,
+                        "t2u_bos_token_id": 0, "t2u_eos_token_id": 2, "t2u_decoder_start_token_id": 2,
+                        "unit_hifi_gan_vocab_size": 64, "upsample_initial_channel": 16, "char_vocab_size": 64},
+    "blt_local_decoder": {"head_dim": 8, "hidden_size_global": 32},
+    "blt_local_encoder": {"head_dim": 8},
+    "efficientnet": {"width_coefficient": 0.1, "depth_coefficient": 0.1, "hidden_dim": 32},
+    "align_vision_model": {"width_coefficient": 0.1, "depth_coefficient": 0.1, "hidden_dim": 32},
+    "molmo2": {"adapter_config": Nested(vision_feature_layer=[1, 0])},
+    "molmo2_adapter": {"vision_feature_layer": [1, 0]},
+    "pocket_tts_audio_tokenizer": _CODEC,
+    "bit": {"embedding_size": 32, "hidden_sizes": [32, 32], "depths": [1, 1], "num_groups": 8},
+    "textnet": {"stem_out_channels": 8, "hidden_sizes": [8, 8, 8, 8, 8]},
+    "vibevoice_acoustic_tokenizer": {"num_filters": 4, "hidden_size": 16, "depths": [1, 1], "downsampling_ratios": [2]},
+    "qwen3_omni_moe_talker": {"spatial_merge_size": 2},
+    "tvp": {"max_img_size": 64, "visual_prompt_size": 8, "num_frames": 2, "hidden_size": 32,
+            "backbone_config": {"model_type": "resnet", "embedding_size": 8, "depths": [1, 1, 1, 1],
+                                "hidden_sizes": [8, 16, 32, 32], "out_features": ["stage4"]}},
+    "superglue": {"keypoint_detector_config": Nested(descriptor_decoder_dim=32),
+                  "keypoint_encoder_sizes": [8, 8, 8, 8]},
+    "lightglue": {"keypoint_detector_config": Nested(descriptor_decoder_dim=32), "descriptor_dim": 32},
 }  # fmt: skip
-CLASSES: dict[str, str] = {}
+CLASSES: dict[str, str] = {
+    "musicgen": "MusicgenForConditionalGeneration",
+    "musicgen_melody": "MusicgenMelodyForConditionalGeneration",
+    "musicgen_decoder": "MusicgenForCausalLM",
+    "musicgen_melody_decoder": "MusicgenMelodyForCausalLM",
+    "speecht5": "SpeechT5Model",
+}
 
 
 def _series(config: Any) -> Iterator[dict[str, Any]]:
@@ -211,6 +332,63 @@ def _places(side: int) -> torch.Tensor:
     return grid.expand(BATCH, -1, -1)
 
 
+def _flattened(config: Any) -> Iterator[dict[str, Any]]:
+    """Patches that carry their row and column, as Pix2Struct takes them."""
+    config = getattr(config, "vision_config", config)
+    width = config.patch_embed_hidden_size
+    places = torch.stack((torch.arange(9) // 3 + 1, torch.arange(9) % 3 + 1), -1).double()
+    pixels = normal(BATCH, 9, width)
+    yield {
+        "flattened_patches": torch.cat((places.expand(BATCH, -1, -1), pixels), -1),
+        "attention_mask": torch.ones(BATCH, 9).long(),
+    }
+
+
+def _tiled(config: Any) -> Iterator[dict[str, Any]]:
+    yield {
+        "pixel_values": normal(1, 3, 8, 8 * 32),
+        "target_sizes": torch.tensor([[4, 4], [4, 4]]),
+    }
+
+
+def _both(size: Any) -> tuple[int, int]:
+    return (int(size[0]), int(size[1])) if isinstance(size, (list, tuple)) else (int(size), int(size))
+
+
+def _detr(config: Any) -> Iterator[dict[str, Any]]:
+    yield {
+        "vision_features": [normal(BATCH, 32, 4, 4)],
+        "text_features": normal(BATCH, 5, 32),
+        "vision_pos_embeds": [normal(BATCH, 32, 4, 4, seed=3)],
+        "text_mask": torch.ones(BATCH, 5).bool(),
+    }
+
+
+def _detr_decoder(config: Any) -> Iterator[dict[str, Any]]:
+    yield {
+        "vision_features": normal(BATCH, 16, 32),
+        "text_features": normal(BATCH, 5, 32),
+        "vision_pos_encoding": normal(BATCH, 16, 32, seed=3),
+        "text_mask": torch.ones(BATCH, 5).bool(),
+        "spatial_shapes": torch.tensor([[4, 4]]),
+    }
+
+
+def _mask_decoder(config: Any) -> Iterator[dict[str, Any]]:
+    yield {
+        "decoder_queries": normal(BATCH, 6, 32),
+        "backbone_features": [normal(BATCH, 32, 16, 16), normal(BATCH, 32, 8, 8), normal(BATCH, 32, 4, 4)],
+        "encoder_hidden_states": normal(BATCH, 16, 32),
+        "prompt_features": normal(BATCH, 5, 32),
+        "prompt_mask": torch.ones(BATCH, 5).bool(),
+    }
+
+
+def _nothing(config: Any) -> Iterator[dict[str, Any]]:
+    """Its parts are run one by one."""
+    return iter(())
+
+
 INPUTS: dict[Any, Any] = {
     "autoformer": _series,
     "informer": _series,
@@ -227,7 +405,7 @@ INPUTS: dict[Any, Any] = {
     "canary_decoder": _crossed,
     "ernie4_5_vl_moe_vision": _patched,
     "inkling2_vision": lambda config: [
-        {"pixel_values": normal(12, 16, 16, 3), "image_grid_thw": GRID},
+        {"pixel_values": normal(12, 16, 16, 3), "image_grid_thw": GRID // torch.tensor([1, 2, 2])},
     ],
     "kimi_k25_vision": lambda config: [{"pixel_values": normal(48, 3, 8, 8), "grid_thw": GRID}],
     "muse_glimmer_vision": lambda config: [{"pixel_values": normal(48, 384), "grid_thw": GRID}],
@@ -253,6 +431,145 @@ INPUTS: dict[Any, Any] = {
         {"pixel_values": normal(BATCH, 36, 192), "pixel_position_ids": _places(6)}
     ],
     "bridgetower_vision_model": lambda config: [{"image": normal(BATCH, 3, 32, 32)}],
+    "speecht5": lambda config: [
+        {"input_values": normal(BATCH, 9, 32), "decoder_input_values": normal(BATCH, 7, 32, seed=3),
+         "use_cache": False}
+    ],
+    "audio-spectrogram-transformer": lambda config: [{"input_values": normal(BATCH, 24, 16)}],
+    "clap_audio_model": lambda config: [
+        {"input_features": normal(BATCH, 1, 64, 16), "is_longer": torch.zeros(BATCH, 1).bool()}
+    ],
+    "clap": lambda config: [
+        {"input_ids": ids(), "input_features": normal(BATCH, 1, 64, 16),
+         "is_longer": torch.zeros(BATCH, 1).bool()}
+    ],
+    "mllama_vision_model": lambda config: [
+        {"pixel_values": normal(BATCH, 1, 2, 3, 32, 32), "aspect_ratio_ids": torch.full((BATCH, 1), 2),
+         "aspect_ratio_mask": torch.ones(BATCH, 1, 2).long()}
+    ],
+    "idefics": lambda config: [
+        {"input_ids": ids(), "pixel_values": normal(BATCH, 1, 3, 32, 32), "use_cache": False,
+         "image_attention_mask": torch.ones(BATCH, TOKENS, 1).long()}
+    ],
+    "xclip_vision_model": lambda config: [{"pixel_values": normal(8, 3, 32, 32)}],
+    "tvp": lambda config: [{"input_ids": ids(), "pixel_values": normal(BATCH, 2, 3, 64, 64)}],
+    "phi4_multimodal_audio": lambda config: [
+        {"hidden_states": normal(BATCH, 64, 80), "mask": None}
+    ],
+    "qwen2_5_omni_audio_encoder": lambda config: [
+        {"input_features": normal(128, 48), "feature_lens": torch.tensor([32, 16]),
+         "aftercnn_lens": torch.tensor([16, 8])}
+    ],
+    "qwen3_omni_moe_audio_encoder": lambda config: [
+        {"input_features": normal(128, 48), "feature_lens": torch.tensor([32, 16])}
+    ],
+    "timesfm": lambda config: [
+        {"past_values": normal(BATCH, 96), "past_values_padding": torch.zeros(BATCH, 96).long(),
+         "freq": torch.zeros(BATCH, 1).long()}
+    ],
+    "timesfm2_5": lambda config: [{"past_values": normal(BATCH, 128)}],
+    "musicgen_decoder": lambda config: [{"input_ids": ids().repeat(4, 1)}],
+    "musicgen_melody_decoder": lambda config: [{"input_ids": ids().repeat(4, 1)}],
+    "kyutai_speech_to_text": lambda config: [
+        {"input_ids": ids()[..., None].expand(-1, -1, 33).contiguous(), "use_cache": False}
+    ],
+    "dia_decoder": lambda config: [
+        {"input_ids": ids()[..., None].expand(-1, -1, 9).contiguous(),
+         "encoder_hidden_states": normal(BATCH, 7, 32)}
+    ],
+    "lxmert": lambda config: [
+        {"input_ids": ids(), "visual_feats": normal(BATCH, 5, config.visual_feat_dim),
+         "visual_pos": normal(BATCH, 5, 4).abs()}
+    ],
+    "decision_transformer": lambda config: [
+        {"states": normal(BATCH, 6, 17), "actions": normal(BATCH, 6, 4), "rewards": normal(BATCH, 6, 1),
+         "returns_to_go": normal(BATCH, 6, 1), "timesteps": torch.arange(6).expand(BATCH, 6),
+         "attention_mask": torch.ones(BATCH, 6).long()}
+    ],
+    "patchtst": lambda config: [{"past_values": normal(BATCH, config.context_length, 1)}],
+    "patchtsmixer": lambda config: [{"past_values": normal(BATCH, config.context_length, 1)}],
+    "idefics2_perceiver": lambda config: [
+        {"context": normal(BATCH, 9, 32), "attention_mask": torch.ones(BATCH, 9).long()}
+    ],
+    "granite_speech_encoder": lambda config: [{"hidden_states": normal(BATCH, 16, 160)}],
+    "granite_speech_plus_encoder": lambda config: [{"hidden_states": normal(BATCH, 16, 160)}],
+    "kosmos_2_5_vision_model": _flattened,
+    "pix2struct_vision_model": _flattened,
+    "pix2struct": lambda config: [
+        {**next(_flattened(config)), "decoder_input_ids": ids(9, seed=3)}
+    ],
+    "lightglue": lambda config: [{"pixel_values": normal(1, 2, 3, 32, 32)}],
+    "superglue": lambda config: [{"pixel_values": normal(1, 2, 3, 32, 32)}],
+    "qwen3_omni_moe_talker_code_predictor": lambda config: [
+        {"inputs_embeds": normal(BATCH, TOKENS, config.hidden_size), "use_cache": False}
+    ],
+    "seggpt": lambda config: [
+        {"pixel_values": normal(BATCH, 3, 32, 32), "prompt_pixel_values": normal(BATCH, 3, 32, 32),
+         "prompt_masks": normal(BATCH, 3, 32, 32), "embedding_type": "instance"}
+    ],
+    "video_llama_3_vision": lambda config: [
+        {"pixel_values": patches(config), "grid_thw": GRID, "merge_sizes": torch.tensor([2, 2])}
+    ],
+    "minicpm_ocr_vision": _tiled, "minicpmv4_6_vision": _tiled, "minicpmv4_7_vision": _tiled,
+    "videoprism_vision_model": lambda config: [
+        {"pixel_values_videos": normal(BATCH, config.num_frames, 3, *_both(config.image_size))}
+    ],
+    "videomt": lambda config: [{"pixel_values_videos": normal(BATCH, 2, 3, *_both(config.image_size))}],
+    "unlimited_ocr_vision_encoder": lambda config: [{"patch_embeds": normal(BATCH, 32, 4, 4)}],
+    "deepseek_ocr2_encoder": lambda config: [
+        {"inputs_embeds": normal(BATCH, 16, 32), "num_patches": 8}
+    ],
+    "sam3_detr_encoder": _detr, "sam3_lite_text_detr_encoder": _detr,
+    "sam3_detr_decoder": _detr_decoder, "sam3_lite_text_detr_decoder": _detr_decoder,
+    "udop": lambda config: [
+        {"input_ids": ids(), "bbox": normal(BATCH, TOKENS, 4).abs().clamp(0, 1), "use_cache": False,
+         "pixel_values": normal(BATCH, 3, *_both(config.image_size)), "decoder_input_ids": ids(9, seed=3)}
+    ],
+    "voxtral_realtime_text": lambda config: [
+        {"input_ids": ids(), "t_cond": normal(1, 32)[None], "use_cache": False}
+    ],
+    "blt_local_decoder": lambda config: [
+        {"inputs_embeds": normal(BATCH, TOKENS, 32), "patch_embeds": normal(BATCH, 4, 32)}
+    ],
+    "siglip2": lambda config: [
+        {"input_ids": ids(), **next(_masked(config.vision_config))}
+    ],
+    "t5gemma2_decoder": _crossed,
+    "inkling_audio": lambda config: [{"audio_input_ids": ids()[..., None].expand(-1, -1, config.n_mel_bins)}],
+    "molmo2_vision": lambda config: [{"pixel_values": normal(BATCH, 16, 192)}],
+    "muse_spark_audio": lambda config: [{"input_values": normal(BATCH, 3840)}],
+    "muse_glimmer_assistant": lambda config: [
+        {"noise_embeds": normal(BATCH, 5, config.hidden_size), "use_cache": False,
+         "context_hidden_states": normal(BATCH, 7, config.hidden_size * len(config.target_layer_ids), seed=3)}
+    ],
+    "qwen3_omni_moe_talker_text": lambda config: [
+        {"inputs_embeds": normal(BATCH, TOKENS, 32), "use_cache": False}
+    ],
+    "qwen2_5_omni_dit": lambda config: [
+        {"hidden_states": normal(BATCH, 12, 80), "condition_vector": normal(BATCH, 12, 80, seed=3),
+         "speaker_embedding": normal(BATCH, 12, 16, seed=4), "quantized_code": ids(6) % 30,
+         "time_step": normal(BATCH).abs(), "apply_cfg": False}
+    ],
+    "granite_speech5_encoder": lambda config: [{"input_features": normal(BATCH, 64, 320)}],
+    "granite_speech5_ctc": lambda config: [{"input_features": normal(BATCH, 64, 320)}],
+    "oneformer": lambda config: [
+        {"pixel_values": normal(BATCH, 3, 128, 128), "task_inputs": ids(config.task_seq_len)}
+    ],
+    "pi0": lambda config: [
+        {"action_embeds": normal(BATCH, 5, 32), "input_ids": ids(),
+         "pixel_values": normal(BATCH, 1, 3, 32, 32)}
+    ],
+    "instructblip": _nothing, "instructblipvideo": _nothing,
+    "sam3_mask_decoder": _mask_decoder, "sam3_lite_text_mask_decoder": _mask_decoder,
+    "musicgen": lambda config: [
+        {"input_ids": ids(), "decoder_input_ids": ids(9, seed=3).repeat(4, 1), "use_cache": False}
+    ],
+    "musicgen_melody": lambda config: [
+        {"input_ids": ids(), "decoder_input_ids": ids(9, seed=3).repeat(4, 1), "use_cache": False}
+    ],
+    "dots3_note_audio_encoder": lambda config: [
+        {"input_features": normal(BATCH, 128, 64), "chunk_sample_lengths": torch.tensor([64 * 160] * 2)}
+    ],
     "bros": lambda config: [
         {"input_ids": ids(), "bbox": normal(BATCH, TOKENS, 4).abs()}
     ],

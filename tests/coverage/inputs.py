@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from tests.coverage.shrink import SPECIAL
 
@@ -95,7 +96,7 @@ def features(config: Any) -> Iterator[Tensor]:
 
 
 def _width(config: Any) -> int:
-    return setting(config, "hidden_size", "d_model", "embed_dim", "n_embd", default=32)
+    return _one(setting(config, "hidden_size", "d_model", "embed_dim", "n_embd", default=32))
 
 
 def hidden(config: Any) -> Iterator[Tensor]:
@@ -164,7 +165,6 @@ def guesses(model: nn.Module, config: Any) -> Iterator[dict[str, Any]]:
 
 def cast(given: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """Floating inputs in the model's own precision."""
-    return {
-        name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-        for name, value in given.items()
-    }
+    return tree_map_only(
+        Tensor, lambda value: value.to(dtype) if value.is_floating_point() else value, dict(given)
+    )

@@ -130,7 +130,7 @@ def _drawn(name: str, parameter: nn.Parameter, model: nn.Module) -> torch.Tensor
     owner = model.get_submodule(name.rpartition(".")[0])
     if isinstance(owner, nn.Embedding):
         return drawn
-    if parameter.ndim < 2:
+    if parameter.ndim < 2 or not parameter.numel():
         is_gain = name.endswith("weight") or name.endswith("gamma")
         return 0.4 * drawn + (1.0 if is_gain else 0.0)
     fan_in = parameter[0].numel() if not isinstance(owner, nn.Embedding) else 1
