@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import tempfile
 import time
 import warnings
@@ -31,8 +32,8 @@ from tests.coverage.compare import (
 from tests.coverage.diagnose import causes, described
 from tests.coverage.doors import Report, Told
 from tests.coverage.drive import Driven, in_doubles
-from tests.coverage.tiny import built, model_class, tiny_config
-from tests.coverage.truth import Attention
+from tests.coverage.tiny import built, model_class, resolved, tiny_config
+from tests.coverage.truth import Attention, traced
 
 RIGHT = 2e-3
 """Standard deviations of the logits; models compute angles in float32 and slopes in bfloat16."""
@@ -68,7 +69,9 @@ class Site:
 class Record:
     """What came out for one model type."""
 
-    model_type: str
+    family: str
+    """The model type, and what was set or built otherwise."""
+    model_type: str = ""
     architecture: str = ""
     status: Status = "cannot build"
     missing: list[str] = field(default_factory=list)
@@ -95,11 +98,11 @@ class Record:
         return asdict(self)
 
 
-def check(model_type: str) -> Record:
-    """Put one model type to the test."""
+def check(family: str) -> Record:
+    """Put one family to the test."""
     import transformers
 
-    record = Record(model_type, transformers=transformers.__version__)
+    record = Record(family, resolved(family).model_type, transformers=transformers.__version__)
     start = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -113,6 +116,17 @@ def check(model_type: str) -> Record:
 
 class CannotBuildError(Exception):
     """Why no tiny model of a type runs here."""
+
+
+NORMED = "right but for the norm of queries and keys"
+
+
+class Through(nn.Module):
+    """A norm taken out: what comes in goes out."""
+
+    def forward(self, inputs: Tensor, *_: Any, **__: Any) -> Tensor:
+        """As it came."""
+        return inputs
 
 
 LARGEST = 30_000_000
@@ -151,10 +165,10 @@ class Check:
 
     def build(self) -> nn.Module:
         """A tiny random model."""
-        model_type = self.record.model_type
+        family = self.record.family
         try:
-            config = tiny_config(model_type)
-            chosen = model_class(model_type, config)
+            config = tiny_config(family)
+            chosen = model_class(family, config)
             if chosen is None:
                 raise CannotBuildError("no class of its own: it is a part of another model")
             self.record.architecture = chosen.__name__
@@ -163,7 +177,7 @@ class Check:
             if size > LARGEST:
                 raise CannotBuildError(f"its tiny config still has {size:,} parameters")
             self.chosen = chosen
-            return built(chosen, tiny_config(model_type))
+            return built(chosen, tiny_config(family))
         except (CannotBuildError, TimeoutError, MemoryError):
             raise
         except Exception as error:
@@ -185,7 +199,7 @@ class Check:
             same = told["rows"] == heads
             self.record.audit = "ok" if same else f"{told['rows']} rows for {heads} heads"
         except doors.LocaterError as error:
-            self.record.audit = f"refused: {error.message}"[:300]
+            self.record.audit = f"refused: {error.message}".replace(str(folder), "the checkpoint")[:300]
         except Exception as error:  # noqa: BLE001
             self.record.audit = f"fails: {type(error).__name__}: {error}"[:300]
 
@@ -195,12 +209,14 @@ class Check:
         self.record.skipped = sorted({one.reason for one in self.live.passed})[:6]
         taken: set[int] = set()
         self.fits: dict[str, list[tuple[Pairing, Fit]]] = {}
+        self.normed: list[tuple[Told, Site]] = []
         for told in self.live.told:
             site, runs = self.site(told, self.live)
             self.fits[told.name] = runs
             taken |= {id(pairing.attention) for pairing, _ in runs}
             self.record.sites.append(site)
         self.in_file()
+        self.without_norms()
         seen: set[str] = set()
         for attention in self.driven.attentions:
             if id(attention) not in taken:
@@ -229,7 +245,9 @@ class Check:
             found = controls(told, report.told, worst.lined)
             site.blind = [name for name, value in found.items() if not value > TEETH]
         elif site.status != "right":
-            site.why = causes(told, pairing, worst.lined) or [worst.reason or "not explained"]
+            if told.qk_norm:
+                self.normed.append((told, site))
+            site.why = causes(told, pairing, worst.lined, self.shared_weight(told)) or [worst.reason or "not explained"]
             site.how = described(pairing)
         return site, runs
 
@@ -255,9 +273,67 @@ class Check:
                 continue
             known = [fit.gap for _, fit in self.runs(twin) if not math.isnan(fit.gap)]
             site.file_gap = max(known, default=None)
+            other = _difference(told, twin)
+            if other:
+                site.why.append(f"file against live: {other}")
             if site.status == "right" and site.file_gap is not None and site.file_gap >= RIGHT:
                 site.status = "declared" if twin.admits else "wrong"
-                site.why.append(f"file against live: {_difference(told, twin)}")
+
+    def shared_weight(self, told: Told) -> Tensor | None:
+        """The parameter that holds queries and keys both."""
+        query, key = self.weights(told)
+        names = sorted(query & key)
+        if not names:
+            return None
+        every = dict(self.model.named_parameters(remove_duplicate=False))
+        weight, width = every[names[0]].detach(), told.form.query.shape[-1]
+        if weight.ndim != 2:
+            return None
+        weight = weight if weight.shape[1] == width else weight.mT
+        bias = every.get(names[0].removesuffix("weight") + "bias")
+        return weight if bias is None else torch.cat((weight, bias.detach()[:, None]), 1)
+
+    def without_norms(self) -> None:
+        """Forms of normalized queries and keys, on the same model with those norms taken out."""
+        if not self.normed:
+            return
+        names = {one for told, _ in self.normed for one in self.norm_names(told)}
+        model = built(self.chosen, tiny_config(self.record.family))
+        model = model.to(next(self.model.parameters()).dtype)
+        for name in names:
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, Through())
+        heard = []
+        for drive in self.driven.drives:
+            with traced(model) as run, contextlib.suppress(Exception):
+                drive.run(model)
+            heard += run.attentions
+        for told, site in self.normed:
+            query, key = self.weights(told)
+            runs = [(one, best_fit(told, one)) for one in pairings(heard, query, key)]
+            runs = [one for one in runs if not math.isnan(one[1].gap)]
+            site.why = [one for one in site.why if one.startswith("file")]
+            if not runs:
+                site.why.insert(0, "norm of queries and keys; not tested without it")
+                continue
+            pairing, worst = max(runs, key=lambda one: one[1].gap)
+            if worst.gap < RIGHT:
+                site.why.insert(0, NORMED)
+            else:
+                site.status = "wrong"
+                more = causes(told, pairing, worst.lined, self.shared_weight(told)) or [worst.reason or "not explained"]
+                site.why = ["beside the norm of queries and keys", *more, *site.why]
+
+    def norm_names(self, told: Told) -> set[str]:
+        """The modules that normalize an attention's queries and keys."""
+        found = set()
+        for pairing, _ in self.fits.get(told.name, ()):
+            for score in pairing.attention.scores:
+                for name in score.left.parameters | score.right.parameters:
+                    if re.search(r"norm|ln", name, re.IGNORECASE):
+                        found.add(name.rpartition(".")[0])
+        pattern = re.compile(rf"{re.escape(told.name)}\.(?:\w*_)?(?:q|k|qk|query|key)_?\w*norm", re.IGNORECASE)
+        return found | {name for name, _ in self.model.named_modules() if pattern.fullmatch(name)}
 
     def weights(self, told: Told) -> tuple[frozenset[str], frozenset[str]]:
         """The live parameters behind a told form."""
@@ -297,7 +373,7 @@ class Check:
         model = self.model
         if implementation != "eager":
             try:
-                config = tiny_config(self.record.model_type)
+                config = tiny_config(self.record.family)
                 model = built(self.chosen, config, implementation).to(next(model.parameters()).dtype)
             except (TimeoutError, MemoryError):
                 raise
@@ -397,9 +473,13 @@ def _difference(live: Told, file: Told) -> str:
         mine, other = live.form.rotary, file.form.rotary
         if mine.layout != other.layout or not torch.equal(mine.frequencies, other.frequencies):
             words.append("rotation")
-    if (live.form.distance_bias is None) != (file.form.distance_bias is None):
-        words.append("bias by distance")
-    return ", ".join(words) or "weights"
+    for name in ("query", "key", "query_bias", "key_bias", "distance_bias"):
+        mine, other = getattr(live.form, name), getattr(file.form, name)
+        if (mine is None) != (other is None) or (
+            mine is not None and (mine.shape != other.shape or not torch.allclose(mine, other))
+        ):
+            words.append(name.replace("_", " "))
+    return ", ".join(words)
 
 
 def _measured(records: list[Any], name: str, root: str) -> list[Any]:
@@ -429,8 +509,8 @@ def _distance(records: list[Any], events: list[LinedUp]) -> float:
         for place, one in enumerate(records):
             mine, truth = one.attention.double(), attention[0][place]
             if mine.shape != truth.shape:
-                mine = mine[: len(truth)]
+                return math.inf
             both = mine.isfinite() & truth.isfinite()
-            with contextlib.suppress(RuntimeError):
+            if bool(both.any()):
                 worst = max(worst, (mine - truth)[both].abs().max().item())
     return worst

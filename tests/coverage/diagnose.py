@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from tests.coverage.truth import Lineage
 from tests.coverage.compare import LinedUp, Pairing, centered, counted, gap
 from tests.coverage.doors import QKForm, Rotary, Told, form_changed, logits_of
 
@@ -16,24 +17,81 @@ NORMS = {"rsqrt", "native_layer_norm", "_fused_rms_norm", "linalg_vector_norm", 
          "native_group_norm", "native_batch_norm", "_native_batch_norm_legit_no_training"}  # fmt: skip
 
 
-def causes(told: Told, pairing: Pairing, lined: LinedUp | None) -> list[str]:
-    """What would make the form right, as far as it can be told from numbers and operations."""
+def causes(
+    told: Told, pairing: Pairing, lined: LinedUp | None, weight: Tensor | None = None
+) -> list[str]:
+    """What would make the form right, as far as it can be told from numbers and operations.
+
+    `weight` is the stored one where queries and keys share it, with its bias as a last column.
+    """
     found = list(_operations(told, pairing))
     if lined is None:
-        return [*found, "order of axes"]
-    return [*found, *_changes(told, lined)]
+        return [*found, "inputs and logits do not line up"]
+    changes = list(_changes(told, lined))
+    if not changes and weight is not None:
+        changes = list(_cuts(told, lined, weight))
+    if not changes and any("neg" in side.steps or "view_as_complex" in side.steps for side in _sides(pairing)):
+        changes = ["rotated in another way (2-D, sections, tables)"]
+    return [*found, *changes]
+
+
+def _sides(pairing: Pairing) -> tuple[Lineage, Lineage]:
+    score = next(
+        one
+        for one in pairing.attention.scores
+        if pairing.query in one.left.projections | one.right.projections
+    )
+    return score.left, score.right
+
+
+def _cuts(told: Told, lined: LinedUp, weight: Tensor) -> Iterator[str]:
+    """Other ways to cut queries and keys out of one tensor."""
+    form = told.form
+    heads, head = form.query.shape[:2]
+    whole = weight.detach().double()
+    width = form.query.shape[-1]
+    for name, query, key in _pieces(whole, heads, head):
+        biases = (query[..., -1], key[..., -1]) if whole.shape[1] > width else (None, None)
+        parts = {"query": query[..., :width], "key": key[..., :width]}
+        parts |= dict(zip(("query_bias", "key_bias"), biases, strict=True))
+        for rotation, rotary in _rotations(form):
+            other = form_changed(form, **parts, rotary=rotary)
+            ours = logits_of(told, other, lined.asks, lined.answers)
+            how = _scaled(ours, lined.theirs, counted(other, lined.theirs))
+            if how is not None:
+                yield "; ".join(part for part in (f"cut: {name}", rotation, how) if part)
+                return
+
+
+def _pieces(whole: Tensor, heads: int, head: int) -> Iterator[tuple[str, Tensor, Tensor]]:
+    rows, width = whole.shape
+    if rows == 3 * heads * head:
+        for order in ("qkv", "qvk", "kqv", "vqk", "kvq", "vkq"):
+            parts = dict(zip(order, whole.view(3, heads, head, width), strict=True))
+            yield f"concatenated {order}", parts["q"], parts["k"]
+            parts = dict(zip(order, whole.view(heads, 3, head, width).unbind(1), strict=True))
+            yield f"by head {order}", parts["q"], parts["k"]
+            parts = dict(zip(order, whole.view(heads, head, 3, width).unbind(2), strict=True))
+            yield f"by row {order}", parts["q"], parts["k"]
+            for group in (2, 4):
+                if heads % group == 0:
+                    cut = whole.view(group, 3, heads // group, head, width).unbind(1)
+                    parts = dict(zip(order, (one.flatten(0, 1) for one in cut), strict=True))
+                    yield f"in {group} groups {order}", parts["q"], parts["k"]
+    shared = (rows // head - heads) // 2
+    if shared > 0 and heads % shared == 0 and rows == (heads + 2 * shared) * head:
+        share = heads // shared
+        cut = whole.view(heads + 2 * shared, head, width)
+        keys = cut[heads : heads + shared].repeat_interleave(share, 0)
+        yield f"concatenated, {shared} key heads", cut[:heads], keys
+        cut = whole.view(shared, share + 2, head, width)
+        yield f"by key head, {shared}", cut[:, :share].flatten(0, 1), cut[:, share].repeat_interleave(share, 0)
 
 
 def _operations(told: Told, pairing: Pairing) -> Iterator[str]:
     """What the model does between projection and softmax that the form does not know of."""
-    attention = pairing.attention
-    score = next(
-        one
-        for one in attention.scores
-        if pairing.query in one.left.projections | one.right.projections
-    )
-    sides = score.left, score.right
-    if any(side.steps & NORMS for side in sides):
+    attention, sides = pairing.attention, _sides(pairing)
+    if any(side.steps & NORMS or {"mean", "pow"} <= side.steps for side in sides):
         yield "norm of queries or keys" + ("" if told.qk_norm else ", not declared")
     if any(len(side.weights) > 1 for side in sides):
         yield "several projections make one query or key"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.coverage.exceptions import INPUTS
-from tests.coverage.inputs import cast, guesses
+from tests.coverage.inputs import BATCH, cast, guesses, normal, setting
 from tests.coverage.truth import Heard, traced
 
 
@@ -84,6 +85,7 @@ def _drive(
                 part(**cast(given, dtype))
             found.append(Drive(name, part, given, heard))
             if not table:
+                found += _crossed(model, found[0])
                 break
         except (TimeoutError, MemoryError):
             raise
@@ -91,6 +93,28 @@ def _drive(
             words = f"{name or 'the model'} on {', '.join(given)}: {type(error).__name__}: {error}"
             errors.append(words[:220])
     return found
+
+
+def _crossed(model: nn.Module, drive: Drive) -> list[Drive]:
+    """The same with an encoder's tokens, where that wakes more attentions."""
+    part: Any = drive.module
+    known = inspect.signature(part.forward).parameters
+    names = [one for one in ("encoder_hidden_states", "encoder_outputs") if one in known]
+    if not names or names[0] in drive.given or "decoder_input_ids" in known:
+        return []
+    config, name = part.config, names[0]
+    width = setting(config, "cross_attention_hidden_size", "encoder_hidden_size", "hidden_size", "d_model")
+    tokens = normal(BATCH, 7, width or 32, seed=6)
+    given = {**drive.given, name: tokens if name == "encoder_hidden_states" else (tokens,)}
+    try:
+        with traced(model) as heard:
+            part(**cast(given, next(part.parameters()).dtype))
+    except (TimeoutError, MemoryError):
+        raise
+    except Exception:  # noqa: BLE001
+        return []
+    more = len(heard.attentions) > len(drive.heard.attentions)
+    return [Drive(drive.name, part, given, heard)] if more else []
 
 
 def in_doubles(model: nn.Module, model_type: str) -> Driven:

@@ -576,3 +576,39 @@ INPUTS: dict[Any, Any] = {
 }  # fmt: skip
 """What to feed a model type, or one of its classes: a function of the config that yields inputs,
 all of which are run."""
+
+_YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+_LLAMA3 = {"rope_type": "llama3", "rope_theta": 1000.0, "factor": 8.0, "low_freq_factor": 1.0,
+           "high_freq_factor": 4.0, "original_max_position_embeddings": 64}  # fmt: skip
+_LONG = {"rope_type": "longrope", "rope_theta": 1000.0, "short_factor": [1.0, 1.2, 1.5, 1.7],
+         "long_factor": [2.0, 3.0, 4.0, 5.0], "original_max_position_embeddings": 16}  # fmt: skip
+_RELATIVE_TERMS = {"relative_attention": True, "max_relative_positions": 8, "pos_att_type": ["c2p", "p2c"]}
+
+VARIANTS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "gpt_bigcode, multi-head": ("gpt_bigcode", {"multi_query": False}, ""),
+    "gpt2, scaled by layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, ""),
+    "gpt2, unscaled": ("gpt2", {"scale_attn_weights": False}, ""),
+    "esm, rotary": ("esm", {"position_embedding_type": "rotary"}, ""),
+    "falcon, new": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}, ""),
+    "falcon, alibi": ("falcon", {"multi_query": False, "alibi": True, "bias": True}, ""),
+    "deberta-v2, relative": ("deberta-v2", _RELATIVE_TERMS, ""),
+    "deberta, relative": ("deberta", _RELATIVE_TERMS, ""),
+    "wav2vec2-conformer, rotary": ("wav2vec2-conformer", {"position_embeddings_type": "rotary"}, ""),
+    "granitemoehybrid, no positions": ("granitemoehybrid", {"position_embedding_type": None}, ""),
+    "zamba2, no positions": ("zamba2", {"use_mem_rope": False}, ""),
+    "qwen2, sliding": ("qwen2", {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 4,
+                                 "layer_types": ["full_attention", "sliding_attention"]}, ""),
+    "stablelm, normed": ("stablelm", {"qk_layernorm": True}, ""),
+    "phi, normed": ("phi", {"qk_layernorm": True}, ""),
+    "cohere, normed": ("cohere", {"use_qk_norm": True}, ""),
+    "llama, yarn": ("llama", {"rope_parameters": _YARN}, ""),
+    "llama, llama3": ("llama", {"rope_parameters": _LLAMA3}, ""),
+    "phi3, longrope": ("phi3", {"rope_parameters": _LONG, "original_max_position_embeddings": 16}, ""),
+    "deepseek_v3, yarn": ("deepseek_v3", {"rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}, ""),
+    "deepseek_v2, no query rank": ("deepseek_v2", {"q_lora_rank": None}, ""),
+    "bert, decoder": ("bert", {"is_decoder": True, "add_cross_attention": True}, "BertLMHeadModel"),
+    "t5, encoder": ("t5", {}, "T5EncoderModel"),
+    "gpt_neox, half": ("gpt_neox", {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0,
+                                                         "partial_rotary_factor": 0.5}}, ""),
+}  # fmt: skip
+"""Settings that change attention: a family's name, its model type, what its config sets, its class."""

@@ -49,7 +49,7 @@ class Worker:
             "the process died: out of memory, or a crash"
         )  # fmt: skip
         self.stop()
-        return {"model_type": family, "status": "cannot build", "missing": [reason], "sites": []}
+        return {"family": family, "status": "cannot build", "missing": [reason], "sites": []}
 
     def stop(self) -> None:
         """End the process."""
@@ -125,7 +125,7 @@ def work() -> None:
 
 
 def _failed(family: str, reason: str) -> dict[str, Any]:
-    return {"model_type": family, "status": "cannot build", "missing": [reason[:300]], "sites": []}
+    return {"family": family, "status": "cannot build", "missing": [reason[:300]], "sites": []}
 
 
 def read(path: Path) -> dict[str, dict[str, Any]]:
@@ -133,7 +133,7 @@ def read(path: Path) -> dict[str, dict[str, Any]]:
     if not path.exists():
         return {}
     records = [json.loads(line) for line in path.read_text().splitlines() if line]
-    return {record["model_type"]: record for record in records}
+    return {record["family"]: record for record in records}
 
 
 def write(path: Path, records: dict[str, dict[str, Any]]) -> None:
@@ -147,7 +147,7 @@ def write(path: Path, records: dict[str, dict[str, Any]]) -> None:
 
 def chosen(arguments: argparse.Namespace, known: dict[str, dict[str, Any]]) -> list[str]:
     """The families to put to the test now."""
-    from tests.coverage.variants import families
+    from tests.coverage.tiny import families
 
     every = families()
     if arguments.names:

@@ -6,13 +6,14 @@ import importlib
 import inspect
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from tests.coverage.exceptions import CLASSES, SETTINGS
+from tests.coverage.exceptions import CLASSES, SETTINGS, VARIANTS
 from tests.coverage.shrink import Shrinker
 
 
@@ -23,13 +24,50 @@ def model_types() -> list[str]:
     return sorted(CONFIG_MAPPING_NAMES)
 
 
-def tiny_config(model_type: str) -> Any:
-    """The default config of a model type, shrunk."""
+@dataclass(frozen=True)
+class Family:
+    """A model type, or one of its variants."""
+
+    model_type: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    architecture: str = ""
+
+
+def resolved(family: str) -> Family:
+    """What a family's name stands for: `gpt2`, `gpt2, unscaled`, `gpt2 as GPT2LMHeadModel`."""
+    if family in VARIANTS:
+        return Family(*VARIANTS[family])
+    model_type, _, architecture = family.partition(" as ")
+    return Family(model_type, architecture=architecture)
+
+
+def families() -> list[str]:
+    """Every family to put to the test."""
+    return [*model_types(), *VARIANTS, *heads()]
+
+
+def heads() -> list[str]:
+    """The classes that people save, where they are not those without a head."""
+    from transformers.models.auto import modeling_auto
+
+    found: dict[str, None] = {}
+    for task in ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ"):
+        table = getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES")
+        for model_type, name in table.items():
+            if name != modeling_auto.MODEL_MAPPING_NAMES.get(model_type):
+                found[f"{model_type} as {name}"] = None
+    return sorted(found)
+
+
+def tiny_config(family: str) -> Any:
+    """The default config of a family, shrunk."""
     import transformers
 
-    chosen = transformers.CONFIG_MAPPING[model_type]
-    first = SETTINGS.get(model_type, {}).get("__default__", {})
-    config = chosen(**Shrinker(SETTINGS).settings(chosen(**first)))
+    known = resolved(family)
+    chosen = transformers.CONFIG_MAPPING[known.model_type]
+    first = SETTINGS.get(known.model_type, {}).get("__default__", {})
+    table = {name: {k: v for k, v in one.items() if k != "__default__"} for name, one in SETTINGS.items()}
+    config = chosen(**Shrinker(table).settings(chosen(**first), known.settings))
     for part in (config, *_parts(config)):
         part._experts_implementation = "eager"  # the others know no float64
     return config
@@ -44,11 +82,15 @@ def _parts(config: Any) -> Iterator[Any]:
             yield from _parts(value)
 
 
-def model_class(model_type: str, config: Any) -> Any:
+def model_class(family: str, config: Any) -> Any:
     """The class to build: the model without a head, else with one, else what takes the config."""
     import transformers
     from transformers.models.auto import modeling_auto
 
+    known = resolved(family)
+    model_type = known.model_type
+    if known.architecture:
+        return _named(known.architecture, config)
     if model_type in CLASSES:
         return _named(CLASSES[model_type], config)
     others = sorted(name for name in dir(modeling_auto) if name.startswith("MODEL_FOR_"))
@@ -82,18 +124,6 @@ def _named(name: str, config: Any) -> Any:
 
     found = getattr(transformers, name, None)
     return found if found is not None else getattr(_modeling(config), name)
-
-
-def head_class(model_type: str, base: Any) -> Any:
-    """What people save: the model with a language head, where it differs from the base."""
-    import transformers
-    from transformers.models.auto import modeling_auto
-
-    for task in ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ"):
-        name = getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES").get(model_type)
-        if name and name != base.__name__:
-            return getattr(transformers, name, None)
-    return None
 
 
 def built(chosen: Any, config: Any, implementation: str = "eager") -> nn.Module:
