@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from tests.coverage import doors
 from tests.coverage.compare import (
+    FITS,
+    SEEN,
     Fit,
     LinedUp,
     Pairing,
@@ -35,10 +37,12 @@ from tests.coverage.drive import Driven, in_doubles
 from tests.coverage.tiny import built, model_class, resolved, tiny_config
 from tests.coverage.truth import Attention, traced
 
-RIGHT = 2e-3
+RIGHT = FITS
 """Standard deviations of the logits; models compute angles in float32 and slopes in bfloat16."""
-TEETH = 0.05
+TEETH = 5 * FITS
 """What a control must miss by, at least."""
+MASKED = 9e3
+"""What a probe takes for a mask: so far below the largest logit of a row."""
 MEASURED = 1e-3
 """How far a probe's mean entropy and attention may be from the model's own."""
 
@@ -247,7 +251,7 @@ class Check:
         elif site.status != "right":
             if told.qk_norm:
                 self.normed.append((told, site))
-            site.why = causes(told, pairing, worst.lined, self.shared_weight(told)) or [worst.reason or "not explained"]
+            site.why = causes(told, pairing, worst.every, self.shared_weight(told)) or [worst.reason or "not explained"]
             site.how = described(pairing)
         return site, runs
 
@@ -321,7 +325,7 @@ class Check:
                 site.why.insert(0, NORMED)
             else:
                 site.status = "wrong"
-                more = causes(told, pairing, worst.lined, self.shared_weight(told)) or [worst.reason or "not explained"]
+                more = causes(told, pairing, worst.every, self.shared_weight(told)) or [worst.reason or "not explained"]
                 site.why = ["beside the norm of queries and keys", *more, *site.why]
 
     def norm_names(self, told: Told) -> set[str]:
@@ -379,10 +383,10 @@ class Check:
                 raise
             except Exception as error:  # noqa: BLE001
                 return f"not offered: {error}"[:120]
-        worst, unseen, count = 0.0, 0, 0
+        told = Measured()
         for drive in self.driven.drives:
-            part = model.get_submodule(drive.name) if drive.name else model
             try:
+                part = model.get_submodule(drive.name) if drive.name else model
                 probe = doors.Probe(part, queries="all")
                 with torch.no_grad(), probe:
                     drive.run(model)
@@ -393,20 +397,28 @@ class Check:
                 raise
             except Exception as error:  # noqa: BLE001
                 return f"fails: {type(error).__name__}: {error}"[:200]
-            for told in self.live.told:
-                mine = _measured(records, told.name, drive.name)
-                events = [fit.lined for pairing, fit in self.fits.get(told.name, ())
-                          if pairing.attention in drive.heard.attentions and fit.lined is not None]  # fmt: skip
-                if not events:
-                    continue
-                count += 1
-                if not mine:
-                    unseen += 1
-                    continue
-                worst = max(worst, _distance(mine, events))
-        words = [f"{unseen} of {count} attentions unseen"] if unseen else []
-        words += [f"off by {worst:.2g}"] if not worst < MEASURED else []
-        return ", ".join(words) or ("ok" if count else "nothing to compare")
+            mine = told.compared(records, drive.name, self.events(drive.heard.attentions), self.live.told)
+            if implementation != "eager" and not mine.worst < MEASURED:
+                with traced(model) as heard:
+                    drive.run(model)
+                again = told.compared(records, drive.name, self.events(heard.attentions), self.live.told)
+                if again.worst < MEASURED:
+                    self.record.notes.append(f"{implementation} attends otherwise than eager does")
+                    mine = again
+            told = mine
+        if told.loose:
+            self.record.notes.append("a probe counts keys as seen that a finite mask hides")
+        return told.words()
+
+    def events(self, heard: list[Attention]) -> dict[str, list[LinedUp]]:
+        """The logits of every attention that the library reads, by its name."""
+        found: dict[str, list[LinedUp]] = {}
+        for told in self.live.told:
+            for pairing in pairings(heard, *self.weights(told)):
+                fit = best_fit(told, pairing)
+                if fit.lined is not None:
+                    found.setdefault(told.name, []).append(fit.lined)
+        return found
 
     def judge(self) -> None:
         """The family's status: its worst attention decides."""
@@ -482,18 +494,53 @@ def _difference(live: Told, file: Told) -> str:
     return ", ".join(words)
 
 
+@dataclass(frozen=True)
+class Measured:
+    """How far a probe's records are from the model's own logits, over all attentions."""
+
+    worst: float = 0.0
+    unseen: int = 0
+    count: int = 0
+    loose: bool = False
+    """Keys that a finite mask hides counted as seen."""
+
+    def compared(
+        self, records: list[Any], root: str, events: dict[str, list[LinedUp]], told: list[Told]
+    ) -> Measured:
+        """With the records of one more run."""
+        worst, unseen, count, loose = self.worst, self.unseen, self.count, self.loose
+        for one in told:
+            if one.name not in events:
+                continue
+            count += 1
+            mine = _measured(records, one.name, root)
+            if not mine:
+                unseen += 1
+                continue
+            exact, other = (_distance(mine, events[one.name], hidden) for hidden in (SEEN, MASKED))
+            loose = loose or other < MEASURED <= exact
+            worst = max(worst, min(exact, other))
+        return Measured(worst, unseen, count, loose)
+
+    def words(self) -> str:
+        """What is wrong, if anything is."""
+        words = [f"{self.unseen} of {self.count} attentions unseen"] if self.unseen else []
+        words += [f"off by {self.worst:.2g}"] if not self.worst < MEASURED else []
+        return ", ".join(words) or ("ok" if self.count else "nothing to compare")
+
+
 def _measured(records: list[Any], name: str, root: str) -> list[Any]:
     own = name.removeprefix(f"{root}.") if root else name
     return [one for one in records if one.name == own]
 
 
-def _distance(records: list[Any], events: list[LinedUp]) -> float:
+def _distance(records: list[Any], events: list[LinedUp], hidden: float) -> float:
     """How far measured mean entropies and attention are from the model's own logits."""
     entropies: list[Tensor] = []
     attention: list[Tensor] = []
     sees: list[Tensor] = []
     for event in events:
-        seen = visible(event.theirs)
+        seen = visible(event.theirs, hidden)
         weights = event.theirs.masked_fill(~seen, -math.inf).softmax(-1).nan_to_num(0)
         entropy = -torch.special.xlogy(weights, weights).sum(-1)
         counts = seen.any(-1)

@@ -13,7 +13,9 @@ from tests.coverage.doors import QKForm, Told, form_changed, logits_of
 from tests.coverage.truth import Attention, Lineage, Projection
 
 SEEN = 60.0
-"""A key whose logit is that far below its row's largest is masked."""
+"""A key whose logit is that far below its row's largest is masked, unless the row spans as much."""
+HUGE = 5e3
+"""So far below it is masked in any case."""
 
 
 class Rows:
@@ -140,11 +142,21 @@ def lined_up(told: Told, pairing: Pairing, start: int = 0) -> Iterator[LinedUp]:
                         yield LinedUp(mine, theirs, view[..., keys - many :], keys - many)
 
 
-def visible(theirs: Tensor) -> Tensor:
+def visible(theirs: Tensor, hidden: float = SEEN) -> Tensor:
     """Which keys a query sees; rows that see fewer than two say nothing."""
-    top = theirs.nan_to_num(-math.inf, neginf=-math.inf).amax(-1, keepdim=True)
-    seen = theirs.isfinite() & (top - theirs < SEEN)
+    seen = unmasked(theirs, hidden)
     return seen & (seen.sum(-1, keepdim=True) > 1)
+
+
+def unmasked(theirs: Tensor, hidden: float = SEEN) -> Tensor:
+    """Keys that no mask hides: a mask is infinite, or far below what the row's logits span."""
+    top = theirs.nan_to_num(-math.inf, neginf=-math.inf).amax(-1, keepdim=True)
+    below = top - theirs
+    seen = theirs.isfinite() & (below < HUGE)
+    if hidden >= HUGE:
+        return seen
+    span = below.masked_fill(~seen, math.nan).nanquantile(0.2, -1, keepdim=True)
+    return seen & ((below < hidden) | (below < 20 * span))
 
 
 def centered(logits: Tensor, seen: Tensor) -> Tensor:
@@ -180,21 +192,29 @@ class Fit:
 
     gap: float
     lined: LinedUp | None
+    """In the order of axes that fits; where none does, in the most usual one."""
+    every: tuple[LinedUp, ...] = ()
     reason: str = ""
     """Why it cannot be told."""
 
 
+FITS = 2e-3
+"""No wrong order of axes, and no wrong form, comes this close by chance."""
+
+
 def best_fit(told: Told, pairing: Pairing, start: int = 0) -> Fit:
-    """The gap in the order of axes that fits best: no wrong one fits by chance."""
-    best = Fit(math.inf, None, _no_way(pairing))
-    for lined in lined_up(told, pairing, start):
-        value = gap_of(told, told.form, lined)
-        if math.isnan(value):
-            if best.lined is None:
-                best = Fit(math.nan, lined, "the logits do not vary, or nothing is visible")
-        elif not best.gap <= value:
-            best = Fit(value, lined)
-    return best
+    """The gap in the order of axes that fits, else in the first that is possible."""
+    every = tuple(lined_up(told, pairing, start))
+    if not every:
+        return Fit(math.inf, None, (), _no_way(pairing))
+    gaps = [gap_of(told, told.form, lined) for lined in every]
+    for value, lined in zip(gaps, every, strict=True):
+        if value < FITS:
+            return Fit(value, lined, every)
+    known = [(value, lined) for value, lined in zip(gaps, every, strict=True) if not math.isnan(value)]
+    if not known:
+        return Fit(math.nan, every[0], every, "the logits do not vary, or nothing is visible")
+    return Fit(*known[0], every)
 
 
 def gap_of(told: Told, form: QKForm, lined: LinedUp) -> float:
@@ -237,7 +257,7 @@ def controls(told: Told, others: list[Told], lined: LinedUp) -> dict[str, float]
 
 def mask_kind(theirs: Tensor) -> str:
     """What a mask hides: nothing, what comes later, more than that."""
-    seen = theirs.isfinite() & (theirs.amax(-1, keepdim=True) - theirs < SEEN)
+    seen = unmasked(theirs).any(1, keepdim=True)  # a mask is the same for all heads
     if bool(seen.all()):
         return "none"
     queries, keys = theirs.shape[-2:]

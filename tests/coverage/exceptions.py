@@ -272,6 +272,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "superglue": {"keypoint_detector_config": Nested(descriptor_decoder_dim=32),
                   "keypoint_encoder_sizes": [8, 8, 8, 8]},
     "lightglue": {"keypoint_detector_config": Nested(descriptor_decoder_dim=32), "descriptor_dim": 32},
+    "got_ocr2_vision": {**_SAM, "output_channels": 32},
+    "deepseek_ocr2_sam_vision_model": {**_SAM, "downsample_channels": [32, 32]},
+    "unlimited_ocr_sam_vision_model": {**_SAM, "downsample_channels": [32, 32]},
 }  # fmt: skip
 CLASSES: dict[str, str] = {
     "musicgen": "MusicgenForConditionalGeneration",

@@ -93,6 +93,8 @@ class Attention:
     scores: frozenset[Score]
     parameters: frozenset[str]
     """What was added to the scores, by parameter name."""
+    products: frozenset[str]
+    """Weights whose products were added to the scores."""
     steps: frozenset[str]
     """What was done to the scores."""
     is_fused: bool = False
@@ -188,7 +190,7 @@ class Tracer(TorchDispatchMode):
             if not (one.is_floating_point() or one.is_complex()):
                 continue
             is_view = one.untyped_storage()._cdata in known and not name.endswith("_")
-            if not is_view:
+            if not is_view or name == "view_as_complex":
                 step = () if name in _VIEWS else (name,)
                 joined = sources[0].and_then("", sources[1:])
                 self._note(one, replace(joined, steps=(joined.steps | set(step)) - {""}))
@@ -242,6 +244,7 @@ class Tracer(TorchDispatchMode):
                 logits=logits.detach().movedim(axis, -1).clone(),
                 scores=lineage.scores,
                 parameters=lineage.parameters,
+                products=lineage.weights,
                 steps=lineage.steps,
             )
         )
@@ -269,6 +272,7 @@ class Tracer(TorchDispatchMode):
                 logits=logits,
                 scores=frozenset({score}),
                 parameters=added.parameters,
+                products=added.weights,
                 steps=added.steps,
                 is_fused=True,
             )
