@@ -35,6 +35,10 @@ _HGNET = {
     "stage_numb_of_layers": [1, 1, 1, 1], "depths": [1, 1, 1, 1],
 }  # fmt: skip
 
+_RESNET = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 8, 16, 16]}
+_RESNET |= {"depths": [1, 1, 1, 1], "out_features": ["stage4"]}
+_DETR = {"use_timm_backbone": False, "backbone": None, "backbone_config": _RESNET, "d_model": 32}
+
 SETTINGS: dict[str, dict[str, Any]] = {
     # decoders and encoders of text
     "helium": {"head_dim": 8},
@@ -158,7 +162,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "kimi_k25_vision": {"pos_emb_height": 8, "pos_emb_width": 8},
     "dots3_note_audio_encoder": {"head_dim": 8, "num_key_value_heads": 4, "conv_output_size": 7680},
     "dots3_note_vision_encoder": {"per_layer_config": {}},
-    "qwen3_asr_encoder": {"n_window": 16, "max_position_embeddings": 16, "n_window_infer": 64, "downsample_hidden_size": 16},
     "gemma4_audio": {"attention_chunk_size": 4, "attention_context_left": 3},
     "gemma3n_audio": {"conf_attention_chunk_size": 4, "conf_attention_context_left": 3},
     "sam_vision_model": _SAM,
@@ -194,7 +197,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "glm5_next_text": {"num_key_value_heads": 4},
     "unlimited_ocr_text": {"num_key_value_heads": 4},
     "dots3_note_text": {"per_layer_config": {}, "head_dim": 16},
-    "granite_speech5_encoder": {"context_size": 8},
+    "granite_speech5_encoder": {"context_size": 8, "num_key_value_heads": 4},
     # sound
     "moonshine": {"encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 4},
     "moonshine_streaming": {"num_key_value_heads": 4, "head_dim": 8},
@@ -214,7 +217,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
                          "block_size": 6, "look_ahead_layers": [1], "look_backward_layers": [0],
                          "head_dim": 8},
     "qwen2_5_omni_audio_encoder": {"n_window": 8},
-    "qwen3_omni_moe_audio_encoder": {"n_window": 8, "n_window_infer": 32, "conv_chunksize": 8,
+    "qwen3_omni_moe_audio_encoder": {"n_window": 50, "n_window_infer": 100,
                                      "downsample_hidden_size": 16},
     "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 16, **_sections(2, 1, 1)},
     "timesfm": {"context_length": 96},
@@ -222,7 +225,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
              "upsample_kernel_sizes": [4, 4], "spectrogram_bins": 17,
              "duration_predictor_filter_channels": 16, "posterior_encoder_num_wavenet_layers": 1,
              "prior_encoder_num_wavenet_layers": 1},
-    "pix2struct_text_model": {"initializer_range": 0.02},
     "t5gemma2_text": {"dropout_rate": 0.0},
     "t5gemma2_decoder": {"dropout_rate": 0.0},
     "sam2_vision_model": {"backbone_channel_list": [64, 32, 16, 8],
@@ -233,9 +235,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "emu3": {"vocabulary_map": {"<image>": 100, "<|extra_200|>": 101, "<|visual token 000000|>": 102}},
     "granite4_vision": {"deepstack_layer_map": [[0, 0]], "spatial_target_layers": [1]},
     "t5gemma2_decoder": {"dropout_rate": 0.0, "sliding_window": 4},
-    "pix2struct_text_model": {"initializer_range": 0.02, "num_heads": 4, "num_key_value_heads": 4},
-    "qwen3_asr_encoder": {"n_window": 16, "max_position_embeddings": 64, "n_window_infer": 64,
-                          "downsample_hidden_size": 16, "num_mel_bins": 128},
+    "pix2struct_text_model": {"initializer_range": 0.02, "d_kv": 8},
+    "qwen3_asr_encoder": {"n_window": 50, "n_window_infer": 100, "downsample_hidden_size": 16},
     "superpoint": {"descriptor_decoder_dim": 32},
     "seggpt": {"image_size": [64, 32], "intermediate_hidden_state_indices": [0, 1], "merge_index": 0,
                "pretrain_image_size": 32},
@@ -248,13 +249,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "num_attention_layers": 2, "stage_block_dims": [16, 16, 32, 32],
     },
     "moshi": {"num_codebooks": 4},
-    "gemma4_assistant": {"__default__": {"text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0}}},
+    "gemma4_assistant": {"__default__": {"text_config": {
+        "model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0,
+    }}},
     "seamless_m4t": {"vocab_size": 128, "pad_token_id": 0, "t2u_pad_token_id": 1,
                      "t2u_bos_token_id": 0, "t2u_eos_token_id": 2, "t2u_decoder_start_token_id": 2,
-                     "unit_hifi_gan_vocab_size": 64, "upsample_initial_channel": 16},
+                     "unit_hifi_gan_vocab_size": 64, "upsample_initial_channel": 64},
     "seamless_m4t_v2": {"vocab_size": 128, "pad_token_id": 0, "t2u_pad_token_id": 1,
                         "t2u_bos_token_id": 0, "t2u_eos_token_id": 2, "t2u_decoder_start_token_id": 2,
-                        "unit_hifi_gan_vocab_size": 64, "upsample_initial_channel": 16, "char_vocab_size": 64},
+                        "unit_hifi_gan_vocab_size": 64, "upsample_initial_channel": 64, "char_vocab_size": 64},
     "blt_local_decoder": {"head_dim": 8, "hidden_size_global": 32},
     "blt_local_encoder": {"head_dim": 8},
     "efficientnet": {"width_coefficient": 0.1, "depth_coefficient": 0.1, "hidden_dim": 32},
@@ -275,6 +278,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "got_ocr2_vision": {**_SAM, "output_channels": 32},
     "deepseek_ocr2_sam_vision_model": {**_SAM, "downsample_channels": [32, 32]},
     "unlimited_ocr_sam_vision_model": {**_SAM, "downsample_channels": [32, 32]},
+    "detr": _DETR,
+    "conditional_detr": _DETR,
+    "dab-detr": _DETR,
+    "table-transformer": _DETR,
+    "deformable_detr": {**_DETR, "backbone_config": {**_RESNET, "out_features": ["stage2", "stage3", "stage4"]}},
+    "oneformer": {"conv_dim": 32, "mask_dim": 32},
+    "fun_asr_nano": {"adaptor_config": Nested(intermediate_size=8)},
+    "mimi_decoder": _CODEC,
+    "pocket_tts_audio_tokenizer_decoder": _CODEC,
 }  # fmt: skip
 CLASSES: dict[str, str] = {
     "musicgen": "MusicgenForConditionalGeneration",
@@ -392,6 +404,11 @@ def _nothing(config: Any) -> Iterator[dict[str, Any]]:
     return iter(())
 
 
+def _latents(config: Any) -> Iterator[dict[str, Any]]:
+    yield {"latents": normal(BATCH, config.hidden_size, TOKENS)}
+    yield {"latents": normal(BATCH, TOKENS, config.hidden_size)}
+
+
 INPUTS: dict[Any, Any] = {
     "autoformer": _series,
     "informer": _series,
@@ -421,7 +438,7 @@ INPUTS: dict[Any, Any] = {
         {"input_features": normal(BATCH, 32, 560), "input_features_mask": torch.ones(BATCH, 32).long()}
     ],
     "qwen3_asr_encoder": lambda config: [
-        {"input_features": normal(BATCH, 128, 64), "input_features_mask": torch.ones(BATCH, 64).long()}
+        {"input_features": normal(BATCH, 128, 200), "input_features_mask": torch.ones(BATCH, 200).long()}
     ],
     "audioflamingo3_encoder": lambda config: [
         {"input_features": normal(BATCH, 128, 128), "input_features_mask": torch.ones(BATCH, 128).long()}
@@ -455,7 +472,9 @@ INPUTS: dict[Any, Any] = {
          "image_attention_mask": torch.ones(BATCH, TOKENS, 1).long()}
     ],
     "xclip_vision_model": lambda config: [{"pixel_values": normal(8, 3, 32, 32)}],
-    "tvp": lambda config: [{"input_ids": ids(), "pixel_values": normal(BATCH, 2, 3, 64, 64)}],
+    "tvp": lambda config: [{"input_ids": ids()[:1], "pixel_values": normal(1, 2, 3, 64, 64)}],
+    "florence_vision": lambda config: [{"hidden_states": normal(BATCH, 3, 64, 64)}],
+    "efficientloftr": lambda config: [{"pixel_values": normal(1, 2, 3, 64, 64)}],
     "phi4_multimodal_audio": lambda config: [
         {"hidden_states": normal(BATCH, 64, 80), "mask": None}
     ],
@@ -464,7 +483,7 @@ INPUTS: dict[Any, Any] = {
          "aftercnn_lens": torch.tensor([16, 8])}
     ],
     "qwen3_omni_moe_audio_encoder": lambda config: [
-        {"input_features": normal(128, 48), "feature_lens": torch.tensor([32, 16])}
+        {"input_features": normal(128, 300), "feature_lens": torch.tensor([200, 100])}
     ],
     "timesfm": lambda config: [
         {"past_values": normal(BATCH, 96), "past_values_padding": torch.zeros(BATCH, 96).long(),
@@ -573,6 +592,7 @@ INPUTS: dict[Any, Any] = {
     "dots3_note_audio_encoder": lambda config: [
         {"input_features": normal(BATCH, 128, 64), "chunk_sample_lengths": torch.tensor([64 * 160] * 2)}
     ],
+    "mimi_decoder": _latents, "pocket_tts_audio_tokenizer_decoder": _latents,
     "bros": lambda config: [
         {"input_ids": ids(), "bbox": normal(BATCH, TOKENS, 4).abs()}
     ],
