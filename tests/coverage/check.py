@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-
 from tests.coverage import doors
 from tests.coverage.compare import (
     FITS,
@@ -36,6 +34,7 @@ from tests.coverage.doors import Report, Told
 from tests.coverage.drive import Driven, in_doubles
 from tests.coverage.tiny import built, model_class, resolved, tiny_config
 from tests.coverage.truth import Attention, traced
+from torch import Tensor, nn
 
 RIGHT = FITS
 """Standard deviations of the logits; models compute angles in float32 and slopes in bfloat16."""
@@ -197,7 +196,9 @@ class Check:
         try:
             self.model.save_pretrained(folder)
         except Exception as error:  # noqa: BLE001
-            self.record.notes.append(f"save_pretrained fails: {type(error).__name__}: {error}"[:200])
+            self.record.notes.append(
+                f"save_pretrained fails: {type(error).__name__}: {error}"[:200]
+            )
             self.record.audit = "not saved"
             return
         self.stored = doors.stored(folder)
@@ -207,7 +208,9 @@ class Check:
             same = told["rows"] == heads
             self.record.audit = "ok" if same else f"{told['rows']} rows for {heads} heads"
         except doors.LocaterError as error:
-            self.record.audit = f"refused: {error.message}".replace(str(folder), "the checkpoint")[:300]
+            self.record.audit = f"refused: {error.message}".replace(str(folder), "the checkpoint")[
+                :300
+            ]
         except Exception as error:  # noqa: BLE001
             self.record.audit = f"fails: {type(error).__name__}: {error}"[:300]
 
@@ -255,7 +258,9 @@ class Check:
         elif site.status != "right":
             if told.qk_norm:
                 self.normed.append((told, site))
-            site.why = causes(told, pairing, worst.every, self.shared_weight(told)) or [worst.reason or "not explained"]
+            site.why = causes(told, pairing, worst.every, self.shared_weight(told)) or [
+                worst.reason or "not explained"
+            ]
             site.how = described(pairing)
         return site, runs
 
@@ -329,7 +334,9 @@ class Check:
                 site.why.insert(0, NORMED)
             else:
                 site.status = "wrong"
-                more = causes(told, pairing, worst.every, self.shared_weight(told)) or [worst.reason or "not explained"]
+                more = causes(told, pairing, worst.every, self.shared_weight(told)) or [
+                    worst.reason or "not explained"
+                ]
                 site.why = ["beside the norm of queries and keys", *more, *site.why]
 
     def norm_names(self, told: Told) -> set[str]:
@@ -340,7 +347,9 @@ class Check:
                 for name in score.left.parameters | score.right.parameters:
                     if re.search(r"norm|ln", name, re.IGNORECASE):
                         found.add(name.rpartition(".")[0])
-        pattern = re.compile(rf"{re.escape(told.name)}\.(?:\w*_)?(?:q|k|qk|query|key)_?\w*norm", re.IGNORECASE)
+        pattern = re.compile(
+            rf"{re.escape(told.name)}\.(?:\w*_)?(?:q|k|qk|query|key)_?\w*norm", re.IGNORECASE
+        )
         return found | {name for name, _ in self.model.named_modules() if pattern.fullmatch(name)}
 
     def weights(self, told: Told) -> tuple[frozenset[str], frozenset[str]]:
@@ -354,10 +363,15 @@ class Check:
     def unspoken(self, attention: Attention) -> Site:
         """A softmax of the model that no form speaks of."""
         scores = list(attention.scores)
-        weights = sorted({one for score in scores for one in score.left.weights | score.right.weights})
+        weights = sorted(
+            {one for score in scores for one in score.left.weights | score.right.weights}
+        )
         site = Site(attention.module, how=", ".join(weights)[:300])
         if not weights:
-            site.status, site.why = "unprojected", ["its queries and keys are no products of weights"]
+            site.status, site.why = (
+                "unprojected",
+                ["its queries and keys are no products of weights"],
+            )
             return site
         for one in self.live.passed:
             if not one.name or any(name.startswith(f"{one.name}.") for name in weights):
@@ -382,7 +396,9 @@ class Check:
         if implementation != "eager":
             try:
                 config = tiny_config(self.record.family)
-                model = built(self.chosen, config, implementation).to(next(model.parameters()).dtype)
+                model = built(self.chosen, config, implementation).to(
+                    next(model.parameters()).dtype
+                )
             except (TimeoutError, MemoryError):
                 raise
             except Exception as error:  # noqa: BLE001
@@ -401,11 +417,15 @@ class Check:
                 raise
             except Exception as error:  # noqa: BLE001
                 return f"fails: {type(error).__name__}: {error}"[:200]
-            mine = told.compared(records, drive.name, self.events(drive.heard.attentions), self.live.told)
+            mine = told.compared(
+                records, drive.name, self.events(drive.heard.attentions), self.live.told
+            )
             if implementation != "eager" and not mine.worst < MEASURED:
                 with traced(model) as heard:
                     drive.run(model)
-                again = told.compared(records, drive.name, self.events(heard.attentions), self.live.told)
+                again = told.compared(
+                    records, drive.name, self.events(heard.attentions), self.live.told
+                )
                 if again.worst < MEASURED:
                     self.record.notes.append(f"{implementation} attends otherwise than eager does")
                     mine = again
@@ -430,7 +450,9 @@ class Check:
         record.counts = dict(Counter(site.status for site in record.sites))
         gaps = [site.gap for site in record.sites if site.gap is not None]
         record.gap = max(gaps, default=None)
-        record.file_gap = max((one.file_gap for one in record.sites if one.file_gap is not None), default=None)
+        record.file_gap = max(
+            (one.file_gap for one in record.sites if one.file_gap is not None), default=None
+        )
         counts = Counter(record.counts)
         real = sum(counts[one] for one in ("right", "declared", "wrong", "skipped", "missed"))
         record.missing = list(_missing(record))

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
-
 from tests.coverage.doors import QKForm, Told, form_changed, logits_of
 from tests.coverage.truth import Attention, Lineage, Projection
+from torch import Tensor, nn
 
 SEEN = 60.0
 """A key whose logit is that far below its row's largest is masked, unless the row spans as much."""
@@ -51,9 +50,7 @@ class Pairing:
     """No other product was added to this one."""
 
 
-def pairings(
-    heard: list[Attention], query: frozenset[str], key: frozenset[str]
-) -> list[Pairing]:
+def pairings(heard: list[Attention], query: frozenset[str], key: frozenset[str]) -> list[Pairing]:
     """The runs in which queries came from these weights and keys from those."""
     found = []
     for attention in heard:
@@ -211,7 +208,9 @@ def best_fit(told: Told, pairing: Pairing, start: int = 0) -> Fit:
     for value, lined in zip(gaps, every, strict=True):
         if value < FITS:
             return Fit(value, lined, every)
-    known = [(value, lined) for value, lined in zip(gaps, every, strict=True) if not math.isnan(value)]
+    known = [
+        (value, lined) for value, lined in zip(gaps, every, strict=True) if not math.isnan(value)
+    ]
     if not known:
         return Fit(math.nan, every[0], every, "the logits do not vary, or nothing is visible")
     return Fit(*known[0], every)
@@ -234,9 +233,13 @@ def _no_way(pairing: Pairing) -> str:
 def controls(told: Told, others: list[Told], lined: LinedUp) -> dict[str, float]:
     """Forms that must not fit; each is wrong in one way that a user would suffer from."""
     form = told.form
-    wrong: dict[str, QKForm] = {"temperature × 1.1": form_changed(form, temperature=form.temperature * 1.1)}
+    wrong: dict[str, QKForm] = {
+        "temperature × 1.1": form_changed(form, temperature=form.temperature * 1.1)
+    }
     for other in others:
-        if other.form.query.shape == form.query.shape and not torch.equal(other.form.query, form.query):
+        if other.form.query.shape == form.query.shape and not torch.equal(
+            other.form.query, form.query
+        ):
             wrong["another layer"] = other.form
             break
     if form.query.shape[0] > 1:

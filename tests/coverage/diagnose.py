@@ -6,14 +6,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
-
-from tests.coverage.truth import Lineage
 from tests.coverage.compare import FITS, LinedUp, Pairing, centered, counted, gap
 from tests.coverage.doors import QKForm, Rotary, Told, form_changed, logits_of
+from tests.coverage.truth import Lineage
+from torch import Tensor
 
-NORMS = {"rsqrt", "native_layer_norm", "_fused_rms_norm", "linalg_vector_norm", "norm",
-         "native_group_norm", "native_batch_norm", "_native_batch_norm_legit_no_training"}  # fmt: skip
+NORMS = {
+    "rsqrt",
+    "native_layer_norm",
+    "_fused_rms_norm",
+    "linalg_vector_norm",
+    "norm",
+    "native_group_norm",
+    "native_batch_norm",
+    "_native_batch_norm_legit_no_training",
+}
 
 
 def causes(
@@ -25,8 +32,10 @@ def causes(
     """
     found = list(_operations(told, pairing))
     logits, heads = pairing.attention.logits, told.form.query.shape[0]
-    if logits.ndim == 4 and logits.shape[1] != heads and pairing.query.given.shape[0] == (
-        logits.shape[0] * logits.shape[2]
+    if (
+        logits.ndim == 4
+        and logits.shape[1] != heads
+        and pairing.query.given.shape[0] == (logits.shape[0] * logits.shape[2])
     ):
         return [*found, f"number of heads: {logits.shape[1]}, not {heads}"]
     if not every:
@@ -36,7 +45,9 @@ def causes(
         changes = changes or list(_changes(told, lined))
         if not changes and weight is not None:
             changes = list(_cuts(told, lined, weight))
-    if not changes and any("neg" in side.steps or "view_as_complex" in side.steps for side in _sides(pairing)):
+    if not changes and any(
+        "neg" in side.steps or "view_as_complex" in side.steps for side in _sides(pairing)
+    ):
         changes = ["rotated in another way (2-D, sections, tables)"]
     return [*found, *changes]
 
@@ -96,7 +107,11 @@ def _pieces(whole: Tensor, heads: int, head: int) -> Iterator[tuple[str, Tensor,
         keys = cut[heads : heads + shared].repeat_interleave(share, 0)
         yield f"concatenated, {shared} key heads", cut[:heads], keys
         cut = whole.view(shared, share + 2, head, width)
-        yield f"by key head, {shared}", cut[:, :share].flatten(0, 1), cut[:, share].repeat_interleave(share, 0)
+        yield (
+            f"by key head, {shared}",
+            cut[:, :share].flatten(0, 1),
+            cut[:, share].repeat_interleave(share, 0),
+        )
 
 
 def _operations(told: Told, pairing: Pairing) -> Iterator[str]:
@@ -114,7 +129,9 @@ def _operations(told: Told, pairing: Pairing) -> Iterator[str]:
         names = sorted({_leaf(one) for one in attention.products})
         yield "added to the scores: products with " + ", ".join(names)
     if attention.parameters:
-        yield "added to the scores: " + ", ".join(sorted({_leaf(one) for one in attention.parameters}))
+        yield "added to the scores: " + ", ".join(
+            sorted({_leaf(one) for one in attention.parameters})
+        )
 
 
 def _leaf(name: str) -> str:

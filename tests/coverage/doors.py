@@ -17,7 +17,7 @@ from locater.adapters.checkpoint import open_checkpoint
 from locater.adapters.layout import AttentionLayout
 from locater.adapters.modules import discover
 from locater.adapters.recipes import NAMES_CAVEAT
-from locater.adapters.resolve import CROSS_CAVEAT, INPUT_CAVEAT, NORM_CAVEAT
+from locater.adapters.resolve import CROSS_CAVEAT, INPUT_CAVEAT
 from locater.audit.layers import Layers
 
 __all__ = ["LocaterError", "Probe", "QKForm", "Rotary"]
@@ -114,7 +114,9 @@ def live(model: nn.Module) -> Report:
     told, passed = [], [Passed(one.name, one.reason) for one in skipped]
     for one in found:
         try:
-            told.append(_told(one.layout, {name: one.sources[name].read() for name in one.layout.tensors}))
+            told.append(
+                _told(one.layout, {name: one.sources[name].read() for name in one.layout.tensors})
+            )
         except LocaterError as error:
             passed.append(Passed(one.layout.name, error.message))
     return Report(told, passed)

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
-
 from tests.coverage.exceptions import INPUTS
 from tests.coverage.inputs import BATCH, cast, guesses, normal, setting
 from tests.coverage.truth import Heard, traced
+from torch import nn
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +102,9 @@ def _crossed(model: nn.Module, drive: Drive) -> list[Drive]:
     if not names or names[0] in drive.given or "decoder_input_ids" in known:
         return []
     config, name = part.config, names[0]
-    width = setting(config, "cross_attention_hidden_size", "encoder_hidden_size", "hidden_size", "d_model")
+    width = setting(
+        config, "cross_attention_hidden_size", "encoder_hidden_size", "hidden_size", "d_model"
+    )
     tokens = normal(BATCH, 7, width or 32, seed=6)
     given = {**drive.given, name: tokens if name == "encoder_hidden_states" else (tokens,)}
     try:

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from tests.coverage.shrink import SPECIAL
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
-
-from tests.coverage.shrink import SPECIAL
 
 BATCH = 2
 TOKENS = 12

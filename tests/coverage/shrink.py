@@ -1,4 +1,4 @@
-"""Any config of transformers, made tiny: by the names of its settings, not by the name of its model.
+"""Any config of transformers, made tiny: by the names of its settings, not of its model.
 
 Every setting that a rule knows is replaced; all others keep their default, so that what is special
 about a family (a soft-cap, a partial rotation, a norm of the queries) stays what it is.
@@ -68,34 +68,70 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r"(num_channels|in_channels|in_chans|audio_channels|input_channels|num_channels_out)", KEEP),
     (r".*(kernel_size|kernel_sizes|conv_kernel|stride|strides|padding|ratio|ratios)", KEEP),
     (r"(temporal_patch_size|spatial_merge_size|merge_kernel_size|tubelet_size)", KEEP),
-    (r"(mel_bins|num_mel_bins|n_mel_bins|feature_size|input_feat_per_channel|input_feat_size)", KEEP),
+    (
+        r"(mel_bins|num_mel_bins|n_mel_bins|feature_size|input_feat_per_channel|input_feat_size)",
+        KEEP,
+    ),
     (r"(conv_dim|tdnn_dim|num_conv_layers|num_feat_extract_layers)", KEEP),
     # heads
-    (r".*(num_key_value_heads|num_kv_heads|n_head_kv|key_value_attention_heads)(_per_layer)?", _shared),
+    (
+        r".*(num_key_value_heads|num_kv_heads|n_head_kv|key_value_attention_heads)(_per_layer)?",
+        _shared,
+    ),
     (r".*(attention_heads|num_heads|n_heads?|nhead|_heads|heads)(_per_\w+)?", _heads),
     (r"(qk_nope_head_dim|qk_rope_head_dim|v_head_dim)", const(8)),
     (r"qk_head_dim", const(16)),
     (r"(index_head_dim)", const(HEAD)),
-    (r"(.*head_dim|d_kv|dim_head|attention_head_size|kv_channels|d_head|resampler_dim_head)", const(HEAD)),
+    (
+        r"(.*head_dim|d_kv|dim_head|attention_head_size|kv_channels|d_head|resampler_dim_head)",
+        const(HEAD),
+    ),
     (r"rotary_dim", at_most(4)),
     (r"query_pre_attn_scalar", const(24)),
     (r"(q_lora_rank|kv_lora_rank|o_lora_rank|.*_rank)", at_most(12)),
     # layers
-    (r"(num_layers|num_hidden_layers|n_layers?|layers|depth|.*_layers|.*_depth|num_blocks)", at_most(LAYERS)),
+    (
+        r"(num_layers|num_hidden_layers|n_layers?|layers|depth|.*_layers|.*_depth|num_blocks)",
+        at_most(LAYERS),
+    ),
     (r"(depths|blocks_per_stage|block_sizes|stage_num_blocks|n_attn_blocks)", at_most(LAYERS)),
     (r"(first_k_dense_replace|num_dense_layers|moe_layer_start_index)", at_most(1)),
     (r"(num_kv_shared_layers|num_nextn_predict_layers)", const(0)),
-    (r".*(layer_period|sliding_window_pattern|_every_n_layers|layer_interval|layer_group_size)", at_most(2)),
+    (
+        r".*(layer_period|sliding_window_pattern|_every_n_layers|layer_interval|layer_group_size)",
+        at_most(2),
+    ),
     (r".*layer_offset", at_most(1)),
     (r"(full_attention_interval|cross_attention_frequency|interleave_moe_layer_step)", at_most(2)),
     # widths
-    (r"(.*hidden_sizes?|.*hidden_dim|d_model|n_embd|dim|emb_dim|embed_dims?|embedding_size)", const(WIDTH)),
-    (r"(.*_embed_dim|embed_dim_per_stage|.*embedding_dim|.*_embd|word_embed_proj_dim)", const(WIDTH)),
-    (r"(projection_dim|.*project\w*_dim|projection_size|out_hidden_size|output_dim|proj_dim)", const(WIDTH)),
-    (r"(.*intermediate_size\w*|.*ffn_dim|d_ff|d_inner|dff|mlp_dim|.*dim_feedforward|ffn_hidden_size)", const(48)),
-    (r"(encoder_feedforward_dim|dim_ff|.*linear_units|feed_forward_size|n_inner|.*_ffn_hidden_size)", const(48)),
-    (r"(encoder_in_channels|decoder_in_channels|d_latents|adapter_in_dim|adapter_out_dim)", const(WIDTH)),
-    (r"(adapter_input_size|backbone_hidden_size|condition_dim|text_hidden_size|mask_feature_size)", const(WIDTH)),
+    (
+        r"(.*hidden_sizes?|.*hidden_dim|d_model|n_embd|dim|emb_dim|embed_dims?|embedding_size)",
+        const(WIDTH),
+    ),
+    (
+        r"(.*_embed_dim|embed_dim_per_stage|.*embedding_dim|.*_embd|word_embed_proj_dim)",
+        const(WIDTH),
+    ),
+    (
+        r"(projection_dim|.*project\w*_dim|projection_size|out_hidden_size|output_dim|proj_dim)",
+        const(WIDTH),
+    ),
+    (
+        r"(.*intermediate_size\w*|.*ffn_dim|d_ff|d_inner|dff|mlp_dim|.*dim_feedforward|ffn_hidden_size)",
+        const(48),
+    ),
+    (
+        r"(encoder_feedforward_dim|dim_ff|.*linear_units|feed_forward_size|n_inner|.*_ffn_hidden_size)",
+        const(48),
+    ),
+    (
+        r"(encoder_in_channels|decoder_in_channels|d_latents|adapter_in_dim|adapter_out_dim)",
+        const(WIDTH),
+    ),
+    (
+        r"(adapter_input_size|backbone_hidden_size|condition_dim|text_hidden_size|mask_feature_size)",
+        const(WIDTH),
+    ),
     (r"(lru_width|true_hidden_size|intra_bottleneck_size|vit_dim|mask_dim)", const(WIDTH)),
     # experts
     (r"(n_group|topk_group|num_expert_group)", const(1)),
@@ -107,17 +143,23 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r"(pad_token_id|pad_id)", const(0)),
     (r"bos_token_id|decoder_start_token_id", const(1)),
     (r"eos_token_id", const(2)),
-    (r"(.*max_position_embeddings|n_positions|max_seq_len|n_ctx|.*max_\w*positions)", at_most(POSITIONS)),
+    (
+        r"(.*max_position_embeddings|n_positions|max_seq_len|n_ctx|.*max_\w*positions)",
+        at_most(POSITIONS),
+    ),
     (r"(.*sliding_window|.*sliding_window_size|local_attention|attention_chunk_size)", at_most(4)),
     (r"(attention_window_size|local_attention_window_len)", at_most(4)),
     # pictures and sound
     (r"(.*image_size|img_size|crop_size|pretrain_image_size)", const(IMAGE)),
     (r"patch_size", _patch),
-    (r"(num_queries|num_query_tokens|num_latents|resampler_n(um)?_latents|num_detection_tokens)", at_most(6)),
+    (
+        r"(num_queries|num_query_tokens|num_latents|resampler_n(um)?_latents|num_detection_tokens)",
+        at_most(6),
+    ),
     # state spaces and linear attention beside the attention
     (r"(mamba_d_state|state_size|ssm_state_size)", at_most(8)),
     (r"(chunk_size|mamba_chunk_size)", at_most(8)),
-)  # fmt: skip
+)
 
 
 FLOATS: dict[str, float] = {
@@ -211,7 +253,9 @@ class Shrinker:
             return ruled(name, old) if _is_numbers(old) else old
         if _is_number(old) and name in LAYER_COUNTS and old == chosen.of:
             return len(chosen.places)
-        if _is_number(old) and re.fullmatch(r"(?!pad|bos|eos|decoder_start).*_token_(id|index)", name):
+        if _is_number(old) and re.fullmatch(
+            r"(?!pad|bos|eos|decoder_start).*_token_(id|index)", name
+        ):
             return self.ids.setdefault(name, SPECIAL + len(self.ids))
         if _is_number(old) or _is_numbers(old):
             return ruled(name, old)
@@ -230,7 +274,7 @@ def _stages(old: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _usual(config: Any) -> dict[str, Any]:
-    """What its class would set by itself: inside another config, other values may be the default."""
+    """What its class would set by itself: inside another config, the default may be another."""
     try:
         return type(config)().to_dict()
     except Exception:  # noqa: BLE001  # some cannot be made without settings

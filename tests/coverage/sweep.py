@@ -4,6 +4,7 @@
     python -m tests.coverage.sweep --again wrong       again what was wrong
     python -m tests.coverage.sweep llama 'qwen.*'      some, by name
     python -m tests.coverage.sweep --summary           what the results say
+    python -m tests.coverage.sweep --causes            what keeps families from being verified
 
 Results are one JSON object per line and family; the last line of a family counts.
 """
@@ -59,7 +60,12 @@ class Worker:
             self.process = None
 
     def _start(self) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "0"}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "0",
+        }
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.coverage.sweep", "--worker"],
             stdin=subprocess.PIPE,
@@ -117,7 +123,8 @@ def work() -> None:
 
             where = traceback.extract_tb(error.__traceback__)[-1]
             record = _failed(
-                family, f"the test fails: {type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
+                family,
+                f"the test fails: {type(error).__name__}: {error} ({Path(where.filename).name})",
             )
         signal.alarm(0)
         answers.write(json.dumps(record) + "\n")
@@ -167,17 +174,26 @@ def summary(records: dict[str, dict[str, Any]]) -> str:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("names", nargs="*", help="regular expressions of families")
     parser.add_argument("--again", nargs="*", help="statuses to check again")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--summary", action="store_true")
+    parser.add_argument("--summary", action="store_true", help="count, and check nothing")
+    parser.add_argument("--causes", action="store_true", help="group by cause, and check nothing")
     arguments = parser.parse_args()
     if arguments.worker:
         work()
         return
     records = read(arguments.out)
+    if arguments.causes:
+        from tests.coverage.causes import table
+
+        checked = [one for one in records.values() if one["status"] not in ("cannot build",)]
+        sys.stdout.write(table(checked) + "\n")
+        return
     if not arguments.summary:
         worker = Worker()
         try:
@@ -187,12 +203,14 @@ def main() -> None:
                     records[family] = record
                     file.write(json.dumps(record) + "\n")
                     file.flush()
-                    told = "; ".join(record["missing"])[:160] if record["status"] != "verified" else ""
-                    print(f"{record['status']:12s} {family}  {told}", file=sys.stderr, flush=True)
+                    told = (
+                        "; ".join(record["missing"])[:160] if record["status"] != "verified" else ""
+                    )
+                    sys.stderr.write(f"{record['status']:12s} {family}  {told}\n")
         finally:
             worker.stop()
         write(arguments.out, records)
-    print(summary(records))
+    sys.stdout.write(summary(records) + "\n")
 
 
 if __name__ == "__main__":

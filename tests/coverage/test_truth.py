@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor, nn
-
 from tests.coverage.compare import Rows, best_fit, controls, pairings
 from tests.coverage.doors import live
 from tests.coverage.truth import traced
+from torch import Tensor, nn
 
 
 class Odd(nn.Module):

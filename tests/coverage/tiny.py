@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
-
 from tests.coverage.exceptions import CLASSES, SETTINGS, VARIANTS
 from tests.coverage.shrink import Shrinker
+from torch import nn
 
 
 def model_types() -> list[str]:
@@ -66,7 +65,9 @@ def tiny_config(family: str) -> Any:
     known = resolved(family)
     chosen = transformers.CONFIG_MAPPING[known.model_type]
     first = SETTINGS.get(known.model_type, {}).get("__default__", {})
-    table = {name: {k: v for k, v in one.items() if k != "__default__"} for name, one in SETTINGS.items()}
+    table = {
+        name: {k: v for k, v in one.items() if k != "__default__"} for name, one in SETTINGS.items()
+    }
     config = chosen(**Shrinker(table).settings(chosen(**first), known.settings))
     for part in (config, *_parts(config)):
         part._experts_implementation = "eager"  # the others know no float64
@@ -161,7 +162,7 @@ def _drawn(name: str, parameter: nn.Parameter, model: nn.Module) -> torch.Tensor
     if isinstance(owner, nn.Embedding):
         return drawn
     if parameter.ndim < 2 or not parameter.numel():
-        is_gain = name.endswith("weight") or name.endswith("gamma")
+        is_gain = name.endswith(("weight", "gamma"))
         return 0.4 * drawn + (1.0 if is_gain else 0.0)
     fan_in = parameter[0].numel() if not isinstance(owner, nn.Embedding) else 1
     if parameter.ndim == 3:  # stacked experts, or a table of tokens (1, tokens, width)

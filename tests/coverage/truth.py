@@ -263,7 +263,9 @@ class Tracer(TorchDispatchMode):
             logits = logits.masked_fill(ahead, -torch.inf)
         mask = kwargs.get("attn_mask")
         if mask is not None:
-            logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
+            logits = (
+                logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
+            )
         added = self.lineage(mask) or Lineage()
         score = Score(left or Lineage(), right or Lineage(), tuple(logits.shape))
         self.heard.attentions.append(
