@@ -36,7 +36,8 @@ CAUSES: tuple[tuple[str, str], ...] = (
     (r"no recipe (reads|finds)", "no recipe reads its names"),
     (r"no eigenvalues", "queries and keys read different widths"),
     (r"heads do not divide|cannot share", "heads do not divide the rows"),
-    (r"met no softmax", "not run by this test"),
+    (r"did not run in this test", "not run by this test"),
+    (r"meet in no softmax", "linear or other attention, read as softmax attention"),
     (r"do not line up", "pooled, chunked or chosen queries and keys"),
     (r"keys are hidden", "a window that no caveat declares"),
     (r"^probe", "probe"),
@@ -68,10 +69,10 @@ def _causes_of(record: Mapping[str, Any]) -> Iterator[str]:
     for site in sites:
         if site["why"] or site["status"] not in ("right", "unprojected"):
             yield from causes("; ".join(site["why"]))
+    said = any(site["why"] for site in sites)
     for words in record["missing"]:
-        if re.match("probe|keys are hidden", words):
-            yield from causes(words)
-        elif re.match("LocAteR|audit", words) and not any(site["why"] for site in sites):
+        is_measure = re.match(r"probe, \w+: (off|\d)|keys are hidden", words)
+        if is_measure or (re.match("LocAteR|audit", words) and not said):
             yield from causes(words)
 
 

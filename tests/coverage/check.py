@@ -241,7 +241,9 @@ class Check:
         site = Site(told.name, kind=told.kind, caveats=_own(told))
         runs = list(self.runs(told))
         if not runs:
-            site.status, site.why = "unrun", ["its weights met no softmax in this test"]
+            site.status, site.why = "unrun", ["it did not run in this test"]
+            if self.ran(told):
+                site.status, site.why = "wrong", ["its queries and keys meet in no softmax"]
             return site, runs
         known = [(pairing, fit) for pairing, fit in runs if not math.isnan(fit.gap)]
         if not known:
@@ -263,6 +265,13 @@ class Check:
             ]
             site.how = described(pairing)
         return site, runs
+
+    def ran(self, told: Told) -> bool:
+        """Whether queries and keys of an attention were made at all."""
+        every = {name for drive in self.driven.drives for name in drive.heard.ran}
+        return all(
+            any(name.rpartition(".")[0] in every for name in names) for names in self.weights(told)
+        )
 
     def runs(self, told: Told) -> Iterator[tuple[Pairing, Fit]]:
         """Every softmax that these weights entered, and how well the form fits it."""
@@ -456,7 +465,7 @@ class Check:
         counts = Counter(record.counts)
         real = sum(counts[one] for one in ("right", "declared", "wrong", "skipped", "missed"))
         record.missing = list(_missing(record))
-        if not self.driven.attentions or (not real and not counts["unrun"]):
+        if not real and not counts["unrun"]:
             record.status = "no softmax attention"
         elif counts["wrong"]:
             record.status = "wrong"

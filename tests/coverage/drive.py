@@ -53,13 +53,15 @@ def driven(model: nn.Module, model_type: str) -> Driven:
     first = _drive(model, "", model, model_type, result.errors)
     result.drives += first
     for name, part in _parts(model):
-        ran = [one.module for one in result.attentions]
-        if not any(one == name or one.startswith(f"{name}.") for one in ran):
+        ran = {one.module for one in result.attentions}
+        own = getattr(part.config, "model_type", "")
+        stood_still = not any(one == name or one.startswith(f"{name}.") for one in ran)
+        if stood_still or (own != model_type and own in INPUTS):
             errors: list[str] = []
-            more = _drive(model, name, part, getattr(part.config, "model_type", ""), errors)
-            result.drives += [one for one in more if one.heard.attentions]
-            if not more:
-                result.errors += errors[:2]
+            for drive in _drive(model, name, part, own, errors):
+                if {one.module for one in drive.heard.attentions} - ran:
+                    result.drives.append(drive)
+            result.errors += errors[:2]
     return result
 
 

@@ -404,6 +404,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "keypoint_detector_config": Nested(descriptor_decoder_dim=32),
         "descriptor_dim": 32,
     },
+    "sam3_vision_model": {"backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]]},
+    "pp_formulanet_vision": {
+        "output_channels": 32,
+        "post_conv_in_channels": 32,
+        "post_conv_mid_channels": 32,
+        "post_conv_out_channels": 32,
+        "window_size": 2,
+    },
     "got_ocr2_vision": {**_SAM, "output_channels": 32},
     "deepseek_ocr2_sam_vision_model": {**_SAM, "downsample_channels": [32, 32]},
     "unlimited_ocr_sam_vision_model": {**_SAM, "downsample_channels": [32, 32]},
@@ -665,8 +673,12 @@ INPUTS: dict[Any, Any] = {
         }
     ],
     "timesfm2_5": lambda config: [{"past_values": normal(BATCH, 128)}],
-    "musicgen_decoder": lambda config: [{"input_ids": ids().repeat(4, 1)}],
-    "musicgen_melody_decoder": lambda config: [{"input_ids": ids().repeat(4, 1)}],
+    "musicgen_decoder": lambda config: [
+        {"input_ids": ids().repeat(4, 1), "encoder_hidden_states": normal(BATCH, 7, 32)}
+    ],
+    "musicgen_melody_decoder": lambda config: [
+        {"input_ids": ids().repeat(4, 1), "encoder_hidden_states": normal(BATCH, 7, 32)}
+    ],
     "kyutai_speech_to_text": lambda config: [
         {"input_ids": ids()[..., None].expand(-1, -1, 33).contiguous(), "use_cache": False}
     ],

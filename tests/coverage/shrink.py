@@ -149,6 +149,8 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ),
     (r"(.*sliding_window|.*sliding_window_size|local_attention|attention_chunk_size)", at_most(4)),
     (r"(attention_window_size|local_attention_window_len)", at_most(4)),
+    (r"window_size", lambda old: _each(old, lambda one: 32 if one >= 64 else min(one, 4))),
+    (r"(global_attn_indexes|fullatt_block_indexes)", lambda old: [1]),
     # pictures and sound
     (r"(.*image_size|img_size|crop_size|pretrain_image_size)", const(IMAGE)),
     (r"patch_size", _patch),
