@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 CAUSES: tuple[tuple[str, str], ...] = (
+    (r"which no caveat names", "norm of queries and keys, not declared"),
     (r"right but for the norm of queries and keys", "norm of queries and keys, declared"),
     (r"norm of queries or keys, not declared", "norm of queries and keys, not declared"),
     (r"latent attention|several projections make one", "latent attention (MLA)"),
@@ -18,6 +19,7 @@ CAUSES: tuple[tuple[str, str], ...] = (
     (r"soft-cap, not declared", "soft-cap, not declared"),
     (r"no rotation", "no rotation in this layer (NoPE)"),
     (r"rotation: interleaved", "rotation pairs neighbours (interleaved)"),
+    (r"the other way round", "rotation turns the other way round"),
     (r"rotation: half", "rotation that the form does not know"),
     (r"rotated in another way", "rotation in 2-D or by sections"),
     (r"number of heads: ", "number of heads is another setting"),

@@ -29,7 +29,7 @@ from tests.coverage.compare import (
     pairings,
     visible,
 )
-from tests.coverage.diagnose import causes, described
+from tests.coverage.diagnose import causes, described, is_normed
 from tests.coverage.doors import Report, Told
 from tests.coverage.drive import Driven, in_doubles
 from tests.coverage.tiny import built, model_class, resolved, tiny_config
@@ -258,7 +258,7 @@ class Check:
             found = controls(told, report.told, worst.lined)
             site.blind = [name for name, value in found.items() if not value > TEETH]
         elif site.status != "right":
-            if told.qk_norm:
+            if told.qk_norm or is_normed(pairing):
                 self.normed.append((told, site))
             site.why = causes(told, pairing, worst.every, self.shared_weight(told)) or [
                 worst.reason or "not explained"
@@ -340,7 +340,8 @@ class Check:
                 continue
             pairing, worst = max(runs, key=lambda one: one[1].gap)
             if worst.gap < RIGHT:
-                site.why.insert(0, NORMED)
+                site.why.insert(0, NORMED if told.qk_norm else f"{NORMED}, which no caveat names")
+                site.status = "declared" if told.qk_norm else "wrong"
             else:
                 site.status = "wrong"
                 more = causes(told, pairing, worst.every, self.shared_weight(told)) or [

@@ -11,6 +11,7 @@ from tests.coverage.doors import QKForm, Rotary, Told, form_changed, logits_of
 from tests.coverage.truth import Lineage
 from torch import Tensor
 
+TURNS = {"neg", "view_as_complex"}
 NORMS = {
     "rsqrt",
     "native_layer_norm",
@@ -45,8 +46,10 @@ def causes(
         changes = changes or list(_changes(told, lined))
         if not changes and weight is not None:
             changes = list(_cuts(told, lined, weight))
-    if not changes and any(
-        "neg" in side.steps or "view_as_complex" in side.steps for side in _sides(pairing)
+    if (
+        not changes
+        and not is_normed(pairing)
+        and any(side.steps & TURNS for side in _sides(pairing))
     ):
         changes = ["rotated in another way (2-D, sections, tables)"]
     return [*found, *changes]
@@ -76,7 +79,7 @@ def _cuts(told: Told, lined: LinedUp, weight: Tensor) -> Iterator[str]:
         biases = (query[..., -1], key[..., -1]) if whole.shape[1] > width else (None, None)
         parts = {"query": query[..., :width], "key": key[..., :width]}
         parts |= dict(zip(("query_bias", "key_bias"), biases, strict=True))
-        for rotation, rotary in list(_rotations(form))[:3]:
+        for rotation, rotary in list(_rotations(form))[:4]:
             other = form_changed(form, **parts, rotary=rotary)
             ours = logits_of(told, other, lined.asks, lined.answers)
             how = _scaled(ours, lined.theirs, counted(other, lined.theirs))
@@ -114,10 +117,15 @@ def _pieces(whole: Tensor, heads: int, head: int) -> Iterator[tuple[str, Tensor,
         )
 
 
+def is_normed(pairing: Pairing) -> bool:
+    """Whether a norm stands between the projections and their product."""
+    return any(side.steps & NORMS or {"mean", "pow"} <= side.steps for side in _sides(pairing))
+
+
 def _operations(told: Told, pairing: Pairing) -> Iterator[str]:
     """What the model does between projection and softmax that the form does not know of."""
     attention, sides = pairing.attention, _sides(pairing)
-    if any(side.steps & NORMS or {"mean", "pow"} <= side.steps for side in sides):
+    if is_normed(pairing):
         yield "norm of queries or keys" + ("" if told.qk_norm else ", not declared")
     if any(len(side.weights) > 1 for side in sides):
         yield "several projections make one query or key"
@@ -145,6 +153,7 @@ def _rotations(form: QKForm) -> Iterator[tuple[str, Rotary | None]]:
         yield "no rotation", None
         other = "half" if form.rotary.layout == "interleaved" else "interleaved"
         yield f"rotation: {other}", Rotary(form.rotary.frequencies, other)
+        yield "rotation: the other way round", Rotary(-form.rotary.frequencies, form.rotary.layout)
     for share in (1, 2, 4):
         for layout in ("half", "interleaved"):
             if head % (2 * share) == 0:

@@ -6,6 +6,8 @@
     python -m tests.coverage.sweep --summary           what the results say
     python -m tests.coverage.sweep --causes            what keeps families from being verified
 
+    python -m tests.coverage.sweep --publish           what the repository keeps of it
+
 Results are one JSON object per line and family; the last line of a family counts.
 """
 
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import select
@@ -26,7 +29,8 @@ from typing import Any
 SECONDS = 90
 """For one family."""
 MEMORY = 8 << 30
-RESULTS = Path("results/coverage.jsonl")
+RESULTS = Path("out/coverage.jsonl")
+PUBLISHED = Path("results/coverage.json")
 
 
 class Worker:
@@ -164,6 +168,31 @@ def chosen(arguments: argparse.Namespace, known: dict[str, dict[str, Any]]) -> l
     return [one for one in every if one not in known]
 
 
+KEPT = ("model_type", "architecture", "status", "gap", "file_gap", "attentions", "counts",
+        "is_named", "missing", "notes")  # fmt: skip
+
+
+def publish(path: Path, records: dict[str, dict[str, Any]]) -> None:
+    """What the repository keeps of the results: a line per family, without its attentions."""
+    versions = {one["transformers"] for one in records.values() if one.get("transformers")}
+    kept = {
+        name: {key: _rounded(records[name][key]) for key in KEPT if records[name].get(key)}
+        for name in sorted(records)
+    }
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(one)}" for name, one in kept.items())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(
+        f'{{"transformers": {json.dumps(sorted(versions))},\n "families": {{\n{lines}\n}}}}\n'
+    )
+
+
+def _rounded(value: Any) -> Any:
+    """Numbers to two digits, infinite ones as words: JSON has no others."""
+    if isinstance(value, float):
+        return float(f"{value:.2g}") if math.isfinite(value) else str(value)
+    return value
+
+
 def summary(records: dict[str, dict[str, Any]]) -> str:
     """How many families have which status."""
     counts = Counter(record["status"] for record in records.values())
@@ -182,6 +211,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--summary", action="store_true", help="count, and check nothing")
+    parser.add_argument("--publish", action="store_true", help=f"write {PUBLISHED}")
     parser.add_argument("--causes", action="store_true", help="group by cause, and check nothing")
     arguments = parser.parse_args()
     if arguments.worker:
@@ -195,8 +225,12 @@ def main() -> None:
         checked = [one for one in records.values() if one["status"] not in left_out]
         sys.stdout.write(table(checked) + "\n")
         return
+    if arguments.publish:
+        publish(PUBLISHED, records)
+        return
     if not arguments.summary:
         worker = Worker()
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
         try:
             with arguments.out.open("a") as file:
                 for family in chosen(arguments, records):
