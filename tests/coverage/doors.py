@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from locater import LocAteR, LocaterError, Probe, QKForm, Rotary, audit_checkpoint
-from locater.adapters.checkpoint import open_checkpoint
-from locater.adapters.layout import AttentionLayout
-from locater.adapters.modules import discover
-from locater.adapters.recipes import NAMES_CAVEAT
-from locater.adapters.resolve import CROSS_CAVEAT, INPUT_CAVEAT
 from locater.audit.layers import Layers
+from locater.checkpoints.open import open_checkpoint
+from locater.models.layout import AttentionLayout
+from locater.models.live import discover
+from locater.models.recipes import NAMES_CAVEAT
+from locater.models.resolve import CROSS_CAVEAT, INPUT_CAVEAT
 
 __all__ = ["LocaterError", "Probe", "QKForm", "Rotary"]
 
