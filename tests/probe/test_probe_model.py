@@ -666,3 +666,26 @@ def test_a_layers_number_means_its_self_attention() -> None:
     assert torch.equal(probe.inputs(0), probe.inputs("layers.0.self_attn"))
     with pytest.raises(InputError, match="is cross-attention"):
         probe.process("layers.0.multihead_attn")
+
+
+def test_one_mask_for_all_heads_in_the_batch() -> None:
+    plain, other = Stack(1), Stack(1)
+    band = (torch.arange(6)[:, None] - torch.arange(6)).abs() < 3
+    with Probe(plain, queries="all") as truth:
+        plain(randn(3, 6, 8), band)
+    query, key = (
+        side(randn(3, 6, 8)).unflatten(-1, (2, -1)).transpose(1, 2).flatten(0, 1)
+        for side in (plain.layers[0].q_proj, plain.layers[0].k_proj)  # type: ignore[operator, union-attr]
+    )
+
+    class Merged(Attention):
+        def forward(self, inputs: Tensor, mask: Tensor | None = None) -> Tensor:
+            functional.scaled_dot_product_attention(query, key, key, mask)
+            return inputs
+
+    other.layers[0].__class__ = Merged
+    with Probe(other, queries="all") as probe:
+        other(randn(3, 6, 8), band[None])  # (1, queries, keys)
+    for ours, theirs in zip(probe.records, truth.records, strict=True):
+        assert ours.rows == theirs.rows
+        torch.testing.assert_close(ours.attention, theirs.attention)
