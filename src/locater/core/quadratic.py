@@ -42,7 +42,7 @@ class QuadraticLaw:
     >>> law.mean().item(), law.variance().item()
     (0.0, 1.0)
     >>> law.between(-1.0, 1.0)
-    tensor([0.6321], dtype=torch.float64)
+    tensor([0.7910], dtype=torch.float64)
     """
 
     constant: Float[Tensor, " rows"]
