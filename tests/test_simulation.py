@@ -18,6 +18,7 @@ import pytest
 import torch
 from scipy import stats
 
+from locater.cli import main
 from locater.core.form import QKForm
 from locater.core.process import TokenProcess
 from locater.core.theory import logit_moments, propagation
@@ -391,7 +392,7 @@ def test_what_cannot_be_read_is_computed_again(tmp_path: Path) -> None:
     first, *others = sorted(folder.glob("unit-*.json"))
     whole = first.read_bytes()
     other = json.loads(whole)
-    del other["entropy"]
+    del other["kept"]["entropy"]
     wrong = [b"", whole[:-1], b"\xff\xfe garbage", b"[]", json.dumps(other).encode()]
     for path, data in zip(others, wrong, strict=True):
         path.write_bytes(data)
@@ -401,6 +402,42 @@ def test_what_cannot_be_read_is_computed_again(tmp_path: Path) -> None:
     assert done[0] == 1
     assert stored(tmp_path)[first.name] == before[first.name]
     assert bits(simulate(TINY, store=tmp_path)) == expected
+
+
+def edited(unit: dict[str, Any]) -> None:
+    unit["conditional"][0] = 0.25
+
+
+def shortened(unit: dict[str, Any]) -> None:
+    unit["count"].pop()
+
+
+def renamed(unit: dict[str, Any]) -> None:
+    unit["mean"] = 7.0
+
+
+@pytest.mark.parametrize("edit", [edited, shortened, renamed])
+def test_an_edited_unit_is_never_taken_for_a_result(
+    edit: Callable[[dict[str, Any]], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Through the program: it is said, simulated again, and the answer is the first one."""
+    command = ["simulate", "--panels", "Σ = I", "--draws", "2", "--sequences", "20", "--model", "5",
+               "--tokens", "6", "--workers", "1", "--json", "--store", str(tmp_path)]  # fmt: skip
+    assert main(command) == 0
+    first = capsys.readouterr()
+    assert not first.err
+    path, other = sorted(tmp_path.glob("*/unit-*.json"))[:2]
+    data = json.loads(path.read_text())
+    edit(data.get("kept", data))
+    path.write_text(json.dumps(data))
+    assert main(command) == 0
+    again = capsys.readouterr()
+    assert again.out == first.out
+    assert f"{path} is not what was stored there" in again.err
+    path.write_bytes(other.read_bytes())  # whole, but of another draw
+    assert main(command) == 0
+    swapped = capsys.readouterr()
+    assert swapped.out == first.out and str(path) in swapped.err
 
 
 def test_other_settings_and_tokens_have_other_units(tmp_path: Path) -> None:

@@ -1,12 +1,18 @@
-"""Writing files whole or not at all."""
+"""Writing files whole or not at all, and believing only what was written."""
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
+from collections.abc import Callable
+from hashlib import blake2b
 from pathlib import Path
+from typing import Any, TypeVar
 
 from locater.errors import LocaterError
+
+Made = TypeVar("Made")
 
 
 def write_file(path: Path, data: str | bytes) -> Path:
@@ -46,3 +52,30 @@ def sync_folder(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def keep(path: Path, data: Any) -> None:
+    """Write plain data for `kept`, with a digest over it and over the place it is for."""
+    write_file(path, json.dumps({"digest": _digest(path, data), "kept": data}))
+
+
+def kept(path: Path, make: Callable[[Any], Made], say: Callable[[str], None]) -> Made | None:
+    """What `keep` wrote there, as `make` reads it; None where it is missing or is anything else.
+
+    A file that was changed by another hand is never taken for a result; `say` hears of it.
+    """
+    try:
+        stored = json.loads(path.read_bytes())
+        if stored["digest"] != _digest(path, stored["kept"]):
+            raise ValueError(path)
+        return make(stored["kept"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        say(f"{path} is not what was stored there; it is made again.")
+        return None
+
+
+def _digest(path: Path, data: Any) -> str:
+    text = json.dumps([path.parent.name, path.name, data])
+    return blake2b(text.encode(), digest_size=16).hexdigest()

@@ -27,7 +27,7 @@ from locater.core.process import ProcessName, TokenProcess, centered_kernel
 from locater.core.theory import Profile, is_on, propagates, propagation
 from locater.engines import Engine, one_thread, run_units
 from locater.errors import ConfigError, unknown
-from locater.files import write_file
+from locater.files import keep, kept, write_file
 
 Estimator = Literal["conditional", "count"]
 CovarianceName = Literal["isotropic", "anisotropic"]
@@ -245,11 +245,12 @@ def simulate(
     workers: int | None = None,
     ray_address: str | None = None,
     report: Callable[[int, int], None] = lambda done, total: None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Simulation:
     """Run all units and collect them; what is already in `store` is not run again.
 
     A `process` of your own replaces the named one.  `report` is called with the number of finished
-    units and their total.
+    units and their total; `say` hears of stored units that are not what was stored.
 
     >>> config = SimulateConfig(tokens=8, model=4, sequences=50, draws=2, pairs=((0.5, 0.1),))
     >>> simulation = simulate(config)
@@ -259,7 +260,11 @@ def simulate(
     with one_thread():
         plan = _Plan(config, process or config.token_process())
     paths = [] if store is None else _paths(store, plan)
-    results = {index: unit for index, path in enumerate(paths) if (unit := _load(path))}
+    results = {
+        index: unit
+        for index, path in enumerate(paths)
+        if (unit := kept(path, UnitResult.from_dict, say))
+    }
     report(len(results), config.units)
     missing = [index for index in range(config.units) if index not in results]
     work = partial(run_unit, plan)
@@ -267,7 +272,7 @@ def simulate(
     with closing(runs):
         for index, unit in runs:
             if paths:
-                write_file(paths[index], json.dumps(unit.to_dict()))
+                keep(paths[index], unit.to_dict())
             results[index] = unit
             report(len(results), config.units)
     return Simulation(config, [results[index] for index in range(config.units)])
@@ -421,14 +426,6 @@ def _paths(store: Path, plan: _Plan) -> list[Path]:
     folder = store / f"simulate-{digest.hexdigest()}"
     write_file(folder / "config.json", text)  # and find out now whether we may write
     return [folder / f"unit-{index:05d}.json" for index in range(plan.config.units)]
-
-
-def _load(path: Path) -> UnitResult | None:
-    """A finished unit; one that cannot be read is run again."""
-    try:
-        return UnitResult.from_dict(json.loads(path.read_text()))
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def _white_mean(

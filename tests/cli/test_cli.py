@@ -158,7 +158,7 @@ def test_a_flag_of_the_settings_changes_every_panel_and_the_rest_stays(tmp_path:
     assert main(["simulate", "fig5", *flags, "--panels", "W_QK", "--out", str(out)]) == 0
     assert out.stat().st_size
     stored = [json.loads(path.read_text()) for path in (tmp_path / "kept").rglob("unit-*.json")]
-    assert {(unit["mean"], unit["scale"]) for unit in stored} == {(1.0, 0.1)}
+    assert {(one["kept"]["mean"], one["kept"]["scale"]) for one in stored} == {(1.0, 0.1)}
 
 
 def test_a_preset_is_read_before_the_flags_whose_defaults_it_decides() -> None:

@@ -183,6 +183,16 @@ def test_a_killed_reproduction_goes_on_where_it_was(tmp_path: Path) -> None:
     assert "Fig. 5" in (tmp_path / "index.html").read_text()
 
 
+def test_an_edited_part_is_never_taken_for_a_result(tmp_path: Path) -> None:
+    config, said = ReproduceConfig(out=tmp_path, only="fig4", exports=False), list[str]()
+    page = reproduce(config).read_text()
+    (part,) = tmp_path.glob("parts/*.json")
+    part.write_text(part.read_text().replace("only falls", "only rises"))
+    again = reproduce(config, report=said.append).read_text()
+    assert "only falls" in page and "only rises" not in again and "only falls" in again
+    assert any("is not what was stored there" in one for one in said)
+
+
 def test_data_must_be_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nothing at .*missing"):
         ReproduceConfig(data=tmp_path / "missing")

@@ -75,7 +75,7 @@ def run(arguments: Sequence[str]) -> None:
     for name, config in _chosen(command, panels).items():
         with progress(name) as report:
             simulations[name] = simulate(
-                config, store=command.store, report=report, **values(EngineFlags, command)
+                config, store=command.store, report=report, say=say, **values(EngineFlags, command)
             )
     if command.out is not None:
         from locater.paper.fig5 import fig5_chart

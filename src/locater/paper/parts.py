@@ -55,6 +55,7 @@ class Context:
     reality: Path | None = None
     """Published studies of real models."""
     progress: Callable[[int, int], None] = lambda done, total: None
+    say: Callable[[str], None] = lambda _: None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +170,9 @@ def simulated_part(context: Context) -> Result:
         def report(units: int, _: int, before: int = before) -> None:
             context.progress(before + units, total)
 
-        simulations[name] = simulate(panel, store=context.store / "simulate", report=report)
+        simulations[name] = simulate(
+            panel, store=context.store / "simulate", report=report, say=context.say
+        )
         done += panel.units
     items = list(simulations.items())
     paper, beyond = dict(items[:2]), dict(items[2:])

@@ -14,7 +14,7 @@ from typing import Any
 
 from locater.engines import one_thread
 from locater.errors import ConfigError, unknown
-from locater.files import write_file
+from locater.files import keep, kept, write_file
 from locater.paper.lab.run import source_commit
 from locater.paper.parts import PARTS, Context, Result, Scale, errata_text
 from locater.paper.verdicts import summary_line, verdict_markdown, verdict_section
@@ -90,7 +90,7 @@ def reproduce(config: ReproduceConfig, *, report: Say = lambda _: None) -> Path:
         for part in config.parts:
             store = config.out / "parts" / f"{part}-{_digest(part, config, source)}.json"
             clock.begin(part)
-            result = None if config.fresh else _load(store)
+            result = None if config.fresh else kept(store, Result.from_dict, report)
             is_made = result is None
             if result is None:
                 context = Context(
@@ -100,9 +100,10 @@ def reproduce(config: ReproduceConfig, *, report: Say = lambda _: None) -> Path:
                     results=config.results,
                     reality=config.reality,
                     progress=clock.progress,
+                    say=report,
                 )
                 result = PARTS[part].make(context)
-                write_file(store, json.dumps(result.to_dict(), ensure_ascii=False))
+                keep(store, result.to_dict())
             if config.exports:
                 _export(result, config.out / "figures", stamp=store)
             results[part] = result
@@ -234,11 +235,3 @@ def _state(path: Path | None) -> list[list[Any]]:
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     states = [(file, file.stat()) for file in files]
     return [[str(file.resolve()), state.st_size, state.st_mtime_ns] for file, state in states]
-
-
-def _load(path: Path) -> Result | None:
-    """A finished part; one that cannot be read is made again."""
-    try:
-        return Result.from_dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
