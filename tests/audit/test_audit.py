@@ -23,9 +23,8 @@ from locater import (
     propagation,
 )
 from locater.audit import Audit, AuditConfig, HeadRecord, audit_checkpoint, audit_model
-from locater.audit.audit import AuditKeywords
+from locater.audit.audit import AuditKeywords, Layers
 from locater.audit.draws import entropy_columns, null_of
-from locater.audit.layers import Layers
 from locater.audit.table import judge
 from locater.core.score import HeadMoments, LogitDraws
 from locater.errors import ConfigError, InputError, LocaterError

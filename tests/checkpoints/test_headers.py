@@ -15,9 +15,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save, save_file
 
 from locater import LocaterError
-from locater.checkpoints.gguf_file import GgufFile
+from locater.checkpoints.formats import GgufFile, SafetensorsFile
 from locater.checkpoints.open import open_checkpoint
-from locater.checkpoints.safetensors_file import SafetensorsFile
 from locater.checkpoints.source import truncated
 
 WEIGHT = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}

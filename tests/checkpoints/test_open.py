@@ -16,9 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from locater import LocaterError, MissingExtraError
-from locater.checkpoints.gguf_file import gguf_config
-from locater.checkpoints.open import NO_CONFIG, Checkpoint, open_checkpoint
-from locater.checkpoints.places import choose
+from locater.checkpoints.formats import gguf_config
+from locater.checkpoints.open import NO_CONFIG, Checkpoint, choose, open_checkpoint
 from locater.core.form import QKForm
 from locater.models.recipes import layouts
 

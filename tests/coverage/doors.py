@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from locater import LocAteR, LocaterError, Probe, QKForm, Rotary, audit_checkpoint
-from locater.audit.layers import Layers
+from locater.audit.audit import Layers
 from locater.checkpoints.open import open_checkpoint
 from locater.models.layout import AttentionLayout
 from locater.models.live import discover

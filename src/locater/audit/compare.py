@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from locater.audit.audit import (
     AuditConfig,
     AuditKeywords,
+    Layers,
     audit_checkpoint,
     audit_layers,
+    blocks,
     settings_of,
 )
-from locater.audit.layers import Layers, blocks
 from locater.audit.table import Audit, HeadRecord
 from locater.checkpoints.open import open_checkpoint
 from locater.core.form import QKForm

@@ -12,31 +12,33 @@ import stat
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from torch import Tensor
 
-from locater.checkpoints.gguf_file import MAGIC, GgufFile
+from locater.checkpoints.formats import (
+    MAGIC,
+    PICKLES,
+    ZIP,
+    GgufFile,
+    PytorchFile,
+    SafetensorsFile,
+)
 from locater.checkpoints.lora import LoraTensors, has_lora
-from locater.checkpoints.places import (
+from locater.checkpoints.remote import HubRepository, WebFolder
+from locater.checkpoints.source import (
     ADAPTER_CONFIG,
     CONFIGS,
+    PREFERRED,
     SUFFIXES,
-    Choice,
     Folder,
     Place,
-    choose,
-    document,
-    shard_name,
-)
-from locater.checkpoints.pytorch_file import PICKLES, ZIP, PytorchFile
-from locater.checkpoints.remote import HubRepository, WebFolder
-from locater.checkpoints.safetensors_file import SafetensorsFile
-from locater.checkpoints.source import (
     Say,
     Tensors,
+    document,
     json_object,
     read_bytes,
     refuse_pointer,
@@ -57,6 +59,9 @@ _HUB_URL = re.compile(
     r"(?:/(?:tree|blob|resolve)/(?P<revision>[^/?]+)(?:/(?P<file>[\w./-]+))?)?/?(?:\?.*)?"
 )
 _UNFORESEEN = "it may be damaged: download it again; if it is whole, please report this."
+_INDICES = (".safetensors.index.json", ".bin.index.json")
+_OTHER = re.compile(r"training_args|optimizer|scheduler|scaler|rng_state|random_states", re.I)
+_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.\w+)")
 _OPENERS = 8  # shards of a remote checkpoint whose headers are fetched at the same time
 
 
@@ -186,6 +191,62 @@ def _find_url(url: str, say: Say = silent) -> tuple[Place, Choice]:
     return place, choose(place.names(), place.name)
 
 
+@dataclass(frozen=True)
+class Choice:
+    """The files that make a checkpoint: shards and the index that names them, or one file."""
+
+    files: tuple[str, ...]
+    index: str | None = None
+
+
+def choose(names: Sequence[str], place: str) -> Choice:
+    """Find the checkpoint among the files of a folder; never guess between two.
+
+    >>> choose(["config.json", "model.safetensors", "pytorch_model.bin"], "here").files
+    ('model.safetensors',)
+    """
+    for name in PREFERRED:
+        if name in names:
+            return Choice((), name) if name.endswith(".json") else Choice((name,))
+    indices = [name for name in names if name.endswith(_INDICES)]
+    if len(indices) == 1:
+        return Choice((), indices[0])
+    found = [name for name in names if name.endswith(SUFFIXES) and not _OTHER.search(name)]
+    shards = _complete_shards(found, place)
+    if len(found) == 1 or shards:
+        return Choice(tuple(shards or found))
+    if found:
+        shown = ", ".join(found[:8]) + (", …" if len(found) > 8 else "")
+        raise LocaterError(
+            f"{place} holds {len(found)} checkpoints: {shown}.",
+            hint="give the path of the one that you mean.",
+        )
+    seen = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
+    raise LocaterError(
+        f"{place} holds no checkpoint; it holds {seen or 'nothing'}.",
+        hint="give a folder with model.safetensors, its index, pytorch_model.bin or a .gguf file; "
+        "of a run, the folders of its checkpoints.",
+    )
+
+
+def _complete_shards(names: Iterable[str], place: str) -> list[str]:
+    """The names, where they are all the shards of one checkpoint; else none."""
+    matches = [_SHARD.fullmatch(name) for name in names]
+    if not matches or not all(matches):
+        return []
+    parts = [match.groupdict() for match in matches if match]
+    if len({(part["stem"], part["count"], part["suffix"]) for part in parts}) > 1:
+        return []
+    here = {int(part["number"]) for part in parts}
+    missing = sorted(set(range(1, int(parts[0]["count"]) + 1)) - here)
+    if missing:
+        raise LocaterError(
+            f"{place} lacks shard {missing[0]} of {int(parts[0]['count'])} of its checkpoint.",
+            hint="download the missing shards.",
+        )
+    return sorted(match.string for match in matches if match)
+
+
 def _file_choice(name: str) -> Choice:
     return Choice((), name) if name.endswith(".index.json") else Choice((name,))
 
@@ -305,6 +366,17 @@ def _weight_map(place: Place, index: str) -> dict[str, str]:
             hint="download the missing shards, or run: git lfs pull",
         )
     return homes
+
+
+def shard_name(name: object, index: str) -> str:
+    """A shard's name as an index gives it, which must stay within the folder."""
+    parts = name.split("/") if isinstance(name, str) else [".."]
+    if any(part in ("", ".", "..") or "\\" in part or ":" in part for part in parts):
+        raise LocaterError(
+            f"{index} names the shard {name!r}, which is not a file of its folder.",
+            hint="do not trust this checkpoint; download it again from its author.",
+        )
+    return "/".join(parts)
 
 
 def _file(place: Place, name: str) -> tuple[Format, Tensors]:

@@ -21,8 +21,17 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 from urllib.request import HTTPRedirectHandler, OpenerDirector, Request, build_opener
 
-from locater.checkpoints.places import ADAPTER_CONFIG, CONFIGS, PREFERRED
-from locater.checkpoints.source import CHUNK, ByteSource, LocalFile, Say, json_object, silent
+from locater.checkpoints.source import (
+    ADAPTER_CONFIG,
+    CHUNK,
+    CONFIGS,
+    PREFERRED,
+    ByteSource,
+    LocalFile,
+    Say,
+    json_object,
+    silent,
+)
 from locater.errors import LocaterError, MissingExtraError
 
 HEAD = 64  # bytes that the first request asks for

@@ -1,9 +1,10 @@
-"""Files as bytes: what is read is read where it stands, counted, and never kept."""
+"""Files as bytes, and folders of them: read where they stand, counted, and never kept."""
 
 from __future__ import annotations
 
 import errno
 import json
+import os
 import stat
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,20 @@ from locater.errors import LocaterError
 CHUNK = 1 << 23
 _SPARSE = 1 << 26  # bytes; smaller files may be anything
 _POINTER = b"version https://git-lfs.github.com/spec"
+LARGEST_DOCUMENT = 1 << 26  # bytes of a config or an index
+
+PREFERRED = (
+    "adapter_model.safetensors",
+    "adapter_model.bin",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+"""What libraries call a checkpoint, the first that is there being the one meant."""
+CONFIGS = ("config.json", "params.json")
+ADAPTER_CONFIG = "adapter_config.json"
+SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
 Say = Callable[[str], None]
@@ -100,6 +115,77 @@ class LocalFile:
     def close(self) -> None:
         """Let go of the file."""
         self._file.close()
+
+
+@runtime_checkable
+class Place(Protocol):
+    """A folder somewhere."""
+
+    name: str
+    caveats: tuple[str, ...]
+
+    def names(self) -> list[str]:
+        """The files in it, as far as anybody can tell."""
+
+    def has(self, name: str) -> bool:
+        """Whether a file may be there; where nobody can tell, opening it will."""
+
+    def open(self, name: str) -> ByteSource:
+        """One of its files."""
+
+    def path(self, name: str) -> Path | None:
+        """Where a file is on this machine, if it is."""
+
+
+class Folder:
+    """A folder on this machine."""
+
+    def __init__(self, path: Path, *, named: str | None = None) -> None:
+        self.name = str(path)
+        self.caveats: tuple[str, ...] = ()
+        self._path = path
+        self._named = named
+        """The one file that was asked for by its own name: it may lie anywhere."""
+
+    def names(self) -> list[str]:
+        """The files in it."""
+        try:
+            return sorted(entry.name for entry in self._path.iterdir() if not entry.is_dir())
+        except OSError as error:
+            raise unreadable(self._path, error) from error
+
+    def has(self, name: str) -> bool:
+        """Whether there is a file of this name."""
+        return os.path.lexists(self._path / name)
+
+    def open(self, name: str) -> ByteSource:
+        """One of its files; a link that leaves the folder is said."""
+        path = self._path / name
+        if name != self._named and path.is_symlink():
+            target, home = (Path(os.path.realpath(part)) for part in (path, self._path))
+            is_cache = home.parent.name == "snapshots" and home.parents[1] in target.parents
+            if home not in target.parents and not is_cache:
+                self.caveats += (f"{name} is a link to {target}, outside of the folder",)
+        return LocalFile(path)
+
+    def path(self, name: str) -> Path:
+        """Where a file is on this machine."""
+        return self._path / name
+
+
+def document(place: Place, name: str) -> bytes:
+    """All bytes of a small file, such as a config or an index."""
+    source = place.open(name)
+    try:
+        if source.size > LARGEST_DOCUMENT:
+            raise LocaterError(
+                f"{source.name} has {source.size:,} bytes; "
+                f"a config or an index has at most {LARGEST_DOCUMENT:,}.",
+                hint="it is damaged or something else: download it again.",
+            )
+        return read_bytes(source, 0, source.size)
+    finally:
+        source.close()
 
 
 def read_bytes(source: ByteSource, start: int, length: int) -> bytes:

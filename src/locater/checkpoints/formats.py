@@ -1,0 +1,591 @@
+"""Safetensors, the files of PyTorch and GGUF (llama.cpp), read without running anything.
+
+Headers are checked strictly, for files may come from anywhere, and tensors are read one at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import re
+import struct
+import warnings
+import zipfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+import numpy
+import torch
+from torch import Tensor
+
+from locater.checkpoints.source import ByteSource, read_bytes, refuse_pointer, status, truncated
+from locater.errors import LocaterError, MissingExtraError
+
+LARGEST_HEADER = 100_000_000  # bytes, as the reference implementation has it
+
+_TORCH_NAMES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "U16": "uint16",
+    "I16": "int16",
+    "U32": "uint32",
+    "I32": "int32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+}
+_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}  # stored by others; passed over, not read
+_BITS |= {
+    name: 8 * getattr(torch, dtype).itemsize
+    for name, dtype in _TORCH_NAMES.items()
+    if hasattr(torch, dtype)
+}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies among the bytes behind the header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class SafetensorsFile:
+    """The tensors of one safetensors file, wherever it is."""
+
+    def __init__(self, source: ByteSource) -> None:
+        self._source = source
+        head = read_bytes(source, 0, 8)
+        if head == b"version ":  # as a git-lfs pointer begins
+            refuse_pointer(read_bytes(source, 0, 64), source.name)
+        if len(head) < 8:
+            raise truncated(source.name, source.size, 8)
+        length = int.from_bytes(head, "little")
+        if length > LARGEST_HEADER:
+            raise LocaterError(
+                f"{source.name} claims a header of {length:,} bytes; "
+                f"safetensors allows {LARGEST_HEADER:,}.",
+                hint="it is not a safetensors file, or it is damaged: download it again.",
+            )
+        if 8 + length > source.size:
+            raise truncated(source.name, source.size, 8 + length)
+        self._data = 8 + length
+        raw = read_bytes(source, 8, length)
+        self.entries = parse_header(raw, data=source.size - self._data, name=source.name)
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            name: entry.shape for name, entry in self.entries.items()
+        }
+
+    @property
+    def bytes_read(self) -> int:
+        """How many bytes were read so far, the header's among them."""
+        return self._source.bytes_read
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Read these tensors as they are stored, in the order in which they lie in the file."""
+        ordered = sorted(names, key=lambda name: self.entries[name].start)
+        return {name: self._tensor(name) for name in ordered}
+
+    def _tensor(self, name: str) -> Tensor:
+        entry = self.entries[name]
+        dtype = getattr(torch, _TORCH_NAMES.get(entry.dtype, ""), None)
+        if dtype is None:
+            raise LocaterError(
+                f"{name} in {self._source.name} is stored as {entry.dtype}, which is not read.",
+                hint="give a checkpoint in bfloat16, float16, float32 or float8.",
+            )
+        raw = torch.empty(entry.stop - entry.start, dtype=torch.uint8)
+        if len(raw):
+            view = raw.numpy().data
+            self._source.read_into(self._data + entry.start, view)
+        return raw.view(dtype).reshape(entry.shape)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._source.close()
+
+
+def parse_header(raw: bytes, *, data: int, name: str) -> dict[str, StoredTensor]:
+    """Check a header against the number of bytes behind it, and say where each tensor lies.
+
+    >>> raw = b'{"bias": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
+    >>> parse_header(raw, data=8, name="toy.safetensors")["bias"].shape
+    (2,)
+    """
+    try:
+        header = json.loads(raw, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        _refuse(name, f"is not JSON ({error})")
+    if not isinstance(header, dict):
+        _refuse(name, f"is a JSON {type(header).__name__}, not an object")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(x, str) for x in metadata.values()):
+        _refuse(name, "has __metadata__ other than a map of strings")
+    entries = {tensor: _entry(tensor, fields, name) for tensor, fields in header.items()}
+    _check_cover(entries, data, name)
+    return entries
+
+
+def _refuse(name: str, what: str) -> NoReturn:
+    raise LocaterError(
+        f"the header of {name} {what}.",
+        hint="the file is damaged or not safetensors: download it again.",
+    )
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"{_short(twice)} appears twice")
+    return found
+
+
+def _no_constant(word: str) -> NoReturn:
+    raise ValueError(f"{word} is no JSON number")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _entry(tensor: str, fields: object, name: str) -> StoredTensor:
+    """Check what the header says of one tensor."""
+    called = _short(tensor)
+    if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
+        _refuse(name, f"must give {called} a dtype, a shape and data_offsets, and no more")
+    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _BITS:
+        _refuse(name, f"gives {called} the unknown dtype {_short(dtype)}")
+    if not isinstance(shape, list) or len(shape) > 64 or not all(map(_is_count, shape)):
+        _refuse(name, f"gives {called} the shape {_short(shape)}")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)):
+        _refuse(name, f"gives {called} the offsets {_short(offsets)}")
+    start, stop = offsets
+    if start > stop:
+        _refuse(name, f"gives {called} the offsets {_short(offsets)}, which end before they begin")
+    if math.prod(shape) * _BITS[dtype] != 8 * (stop - start):
+        _refuse(
+            name,
+            f"gives {called} {_short(stop - start)} bytes, which is not the size of "
+            f"{_short(shape)} in {dtype}",
+        )
+    return StoredTensor(dtype, tuple(shape), start, stop)
+
+
+def _check_cover(entries: Mapping[str, StoredTensor], data: int, name: str) -> None:
+    """Tensors follow each other without overlap or gap, up to the last byte of the file."""
+    end = 0
+    last = "nothing"
+    for tensor, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if entry.start < end:
+            _refuse(name, f"lets {_short(tensor)} overlap {last}")
+        if entry.start > end:
+            _refuse(
+                name, f"leaves {_short(entry.start - end)} bytes unused before {_short(tensor)}"
+            )
+        end, last = entry.stop, _short(tensor)
+    if end > data:
+        raise truncated(name, data, end)
+    if end < data:
+        _refuse(name, f"leaves the last {data - end:,} bytes of the file unused")
+
+
+ZIP = b"PK\x03\x04"
+PICKLES = tuple(b"\x80" + bytes([protocol]) for protocol in range(2, 6))
+_STATES = ("state_dict", "model_state_dict", "model", "module", "net", "params", "weights")
+_SAID = ("model_args", "config", "hyper_parameters", "args")
+_ASKED = re.compile(r"WeightsUnpickler error:\s*([^\n]+?)\.?(?: Please use|\n|$)")  # torch's reason
+_WHOLE = "a pickle of the kind that PyTorch wrote before 1.6, which can only be read whole"
+
+
+class PytorchFile:
+    """The state dict in a `.bin`, `.pt` or `.pth` file, mapped while it is read and then let go."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.bytes_read = 0
+        self._state: Mapping[str, Tensor] | None = None
+        if path.suffix == ".safetensors":
+            raise LocaterError(
+                f"{path} is named .safetensors, but it is a pickle of PyTorch.",
+                hint="whoever named it may want it to be taken for something safer; if you trust "
+                "where it comes from, rename it to .bin.",
+            )
+        with path.open("rb") as file:
+            self._mapped = file.read(4) == ZIP
+        if self._mapped:
+            self._check_stored()
+        found = self._load(map_location="meta")
+        state, self.config = state_of(found, str(path))
+        self.caveats: tuple[str, ...] = () if self._mapped else (f"{path.name} is {_WHOLE}",)
+        self._sizes = {
+            name: tensor.numel() * tensor.element_size() for name, tensor in state.items()
+        }
+        room = status(path).st_size
+        for name, size in self._sizes.items():  # strides of zero make much out of little
+            if size > room:
+                raise LocaterError(
+                    f"{path} claims {size:,} bytes for {name!r:.60}, and has {room:,} in all.",
+                    hint="it is damaged or made to fill memory: do not trust it.",
+                )
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            name: tuple(tensor.shape) for name, tensor in state.items()
+        }
+
+    def _check_stored(self) -> None:
+        """Refuse a zip whose parts are compressed: mapped, they would be read as weights."""
+        try:
+            with zipfile.ZipFile(self._path) as archive:
+                parts = archive.infolist()
+        except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError) as error:
+            raise self._damaged(error) from error
+        packed = [part.filename for part in parts if part.compress_type != zipfile.ZIP_STORED]
+        if packed:
+            raise LocaterError(
+                f"{self._path} is compressed ({packed[0]!r:.60}); PyTorch stores its parts as "
+                "they are.",
+                hint="write it again where you trust it: torch.save(torch.load(path, "
+                "weights_only=True), path).",
+            )
+
+    def _load(self, **options: Any) -> Any:
+        """Load without running code, or say what to do instead."""
+        try:
+            with warnings.catch_warnings():  # of protocols that it may not know: then it raises
+                warnings.filterwarnings("ignore", "Detected pickle protocol")
+                return torch.load(self._path, weights_only=True, **options)  # noqa: TID251
+        except pickle.UnpicklingError as error:
+            asked = _ASKED.search(str(error))
+            raise self._refused(asked[1] if asked else "it is not a state dict") from error
+        except RuntimeError as error:
+            if "TorchScript" in str(error):
+                raise self._refused("it is a TorchScript program") from error
+            raise self._damaged(error) from error
+        except (
+            OSError, ValueError, EOFError, LookupError, TypeError, AttributeError, ArithmeticError,
+            MemoryError, AssertionError, RecursionError, zipfile.BadZipFile,
+        ) as error:  # fmt: skip
+            raise self._damaged(error) from error
+
+    def _refused(self, why: str) -> LocaterError:
+        return LocaterError(
+            f"{self._path} is refused, for reading it may run code that it holds: {why[:300]}.",
+            hint="load it where you trust it, convert it with safetensors.torch.save_file("
+            "model.state_dict(), 'model.safetensors'), and give that.",
+        )
+
+    def _damaged(self, error: Exception) -> LocaterError:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return LocaterError(
+            f"{self._path} is damaged or not a PyTorch file: {reason[:200]}",
+            hint="download or copy it again.",
+        )
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Copy these tensors out of the file."""
+        state = self._state
+        if state is None:
+            options = {"mmap": True} if self._mapped else {}
+            state, _ = state_of(self._load(map_location="cpu", **options), str(self._path))
+            if not self._mapped:
+                self._state = state
+        found = {}
+        for name in names:
+            found[name] = state[name].detach().clone(memory_format=torch.contiguous_format)
+            self.bytes_read += self._sizes[name]
+        return found
+
+    def close(self) -> None:
+        """Let go of what was read."""
+        self._state = None
+
+
+def state_of(found: Any, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of a loaded file, and what it says of the model, where training scripts put them.
+
+    >>> state_of({"model": {"weight": torch.zeros(2)}, "model_args": {"n_head": 4}}, "ckpt.pt")
+    ({'weight': tensor([0., 0.])}, {'n_head': 4})
+    """
+    if not isinstance(found, Mapping):
+        raise LocaterError(
+            f"{name} holds a {type(found).__name__}, not a state dict.",
+            hint="save model.state_dict() and give that.",
+        )
+    places = [found, *(found[key] for key in _STATES if isinstance(found.get(key), Mapping))]
+    for place in places:
+        state = {str(key): value for key, value in place.items() if isinstance(value, Tensor)}
+        if state:
+            break
+    else:
+        seen = ", ".join(map(str, list(found)[:8]))
+        raise LocaterError(
+            f"{name} holds no tensors where a state dict has them; it holds {seen or 'nothing'}.",
+            hint="save model.state_dict() and give that.",
+        )
+    configs = [found[key] for key in _SAID if isinstance(found.get(key), Mapping)]
+    return state, {str(key): value for config in configs[:1] for key, value in config.items()}
+
+
+MAGIC = b"GGUF"
+_SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
+_STRING, _ARRAY = 8, 9
+_BLOCK = 1 << 18
+_LARGEST_HEADER = 1 << 28
+_KEPT = 4096  # entries of an array; vocabularies are longer and are passed over
+_FREQUENCIES = "rope_freqs.weight"
+_MODEL_TYPES = {"gptneox": "gpt_neox", "command-r": "cohere", "phi2": "phi"}
+_CONSECUTIVE = (
+    "arcee", "baichuan", "bailingmoe", "chameleon", "cohere2", "command-r", "deci", "deepseek",
+    "ernie4_5", "ernie4_5-moe", "granite", "granitehybrid", "granitemoe", "internlm2", "llama",
+    "llama-embed", "llama4", "minicpm", "mistral3", "olmo", "orion", "smollm3", "xverse",
+)  # fmt: skip
+"""Architectures whose rotary pairs llama.cpp keeps side by side; all others have them in halves."""
+_CONFIG = {
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.scale": "scaling",
+    "attention.sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "rope.dimension_count": "rotary_dim",
+    "rope.freq_base": "rope_theta",
+}
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """Where a tensor lies, and how it is quantized."""
+
+    kind: int
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class GgufFile:
+    """The tensors of one GGUF file, wherever it is."""
+
+    def __init__(self, source: ByteSource) -> None:
+        self._source = source
+        self._gguf = _package()
+        reader = _Header(source)
+        self.metadata, self.entries = reader.parse(self._gguf)
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            name: entry.shape for name, entry in self.entries.items()
+        }
+        self.config = gguf_config(self.metadata)
+        if _FREQUENCIES in self.entries:  # llama3's stretching, written out
+            factors = self.read([_FREQUENCIES])[_FREQUENCIES].tolist()
+            self.config["rope_scaling"] = {
+                "rope_type": "longrope",
+                "short_factor": factors,
+                "attention_factor": 1.0,
+                "original_max_position_embeddings": self.config.get("max_position_embeddings", 2),
+            }
+
+    @property
+    def bytes_read(self) -> int:
+        """How many bytes were read so far, the header's among them."""
+        return self._source.bytes_read
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Read these tensors and dequantize them to float32."""
+        ordered = sorted(names, key=lambda name: self.entries[name].start)
+        return {name: self._tensor(name) for name in ordered}
+
+    def _tensor(self, name: str) -> Tensor:
+        entry = self.entries[name]
+        raw = torch.empty(entry.stop - entry.start, dtype=torch.uint8).numpy()
+        if len(raw):
+            self._source.read_into(entry.start, raw.data)
+        kind = self._gguf.GGMLQuantizationType(entry.kind)
+        rows = raw.reshape(math.prod(entry.shape[:-1]), -1) if len(raw) else raw
+        try:
+            with numpy.errstate(all="ignore"):  # a weight may be infinite
+                values = self._gguf.quants.dequantize(rows, kind)
+        except NotImplementedError as error:
+            raise LocaterError(
+                f"{name} in {self._source.name} is stored as {kind.name}, which gguf cannot read.",
+                hint="update it (pip install -U gguf), or give a file in another quantization.",
+            ) from error
+        return torch.from_numpy(values).float().reshape(entry.shape)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._source.close()
+
+
+def gguf_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """What the metadata says, in the words of `config.json`.
+
+    >>> said = {"general.architecture": "qwen2", "qwen2.attention.head_count": 14}
+    >>> gguf_config(said)
+    {'model_type': 'qwen2', 'num_attention_heads': 14}
+    """
+    family = str(metadata.get("general.architecture", ""))
+    config: dict[str, Any] = {"model_type": _MODEL_TYPES.get(family, family)}
+    for ours, theirs in _CONFIG.items():
+        value = metadata.get(f"{family}.{ours}")
+        if isinstance(value, list) and len(set(map(str, value))) == 1:  # one for each layer
+            value = value[0]
+        if value is not None and not isinstance(value, list):
+            config[theirs] = value
+    if family in _CONSECUTIVE:
+        config["rope_interleave"] = True
+    scaling = metadata.get(f"{family}.rope.scaling.type")
+    if scaling in ("linear", "yarn"):
+        config["rope_scaling"] = {
+            "rope_type": scaling,
+            "factor": metadata.get(f"{family}.rope.scaling.factor", 1.0),
+            "original_max_position_embeddings": metadata.get(
+                f"{family}.rope.scaling.original_context_length"
+            ),
+        }
+    return config
+
+
+def _package() -> ModuleType:
+    try:
+        import gguf
+        import gguf.quants
+    except ImportError as error:
+        raise MissingExtraError("gguf", extra="hub") from error
+    return gguf
+
+
+class _Header:
+    """Reads a header from its beginning, in blocks."""
+
+    def __init__(self, source: ByteSource) -> None:
+        self._source = source
+        self._data = b""
+        self._place = 0
+
+    def parse(self, gguf: ModuleType) -> tuple[dict[str, Any], dict[str, QuantizedTensor]]:
+        """The metadata and where the tensors lie."""
+        if self._take(4) != MAGIC:
+            raise self._bad("does not begin with GGUF")
+        version = self._number("I")
+        if version not in (2, 3):
+            raise self._bad(f"has version {version}, and versions 2 and 3 are read")
+        tensors, pairs = self._number("Q"), self._number("Q")
+        metadata = {}
+        for _ in range(pairs):
+            key = self._string()
+            metadata[key] = self._value(self._number("I"))
+        listed = [self._listed() for _ in range(tensors)]
+        if len({name for name, *_ in listed}) < len(listed):
+            raise self._bad("names a tensor twice")
+        step = metadata.get("general.alignment", 32)
+        if not isinstance(step, int) or step < 1:
+            raise self._bad(f"has the alignment {step!r}")
+        data = -(-self._place // step) * step
+        entries = {
+            name: self._entry(gguf, name, shape, kind, data + offset)
+            for name, shape, kind, offset in listed
+        }
+        return metadata, entries
+
+    def _listed(self) -> tuple[str, tuple[int, ...], int, int]:
+        name, rank = self._string(), self._number("I")
+        if rank > 8:
+            raise self._bad(f"gives {name!r:.60} {rank} dimensions")
+        sides = [self._number("Q") for _ in range(rank)]
+        return name, tuple(reversed(sides)), self._number("I"), self._number("Q")
+
+    def _entry(
+        self, gguf: ModuleType, name: str, shape: tuple[int, ...], kind: int, start: int
+    ) -> QuantizedTensor:
+        try:
+            block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
+        except (KeyError, ValueError) as error:
+            raise self._bad(f"gives {name!r:.60} the unknown type {kind}") from error
+        if not shape or shape[-1] % block:
+            raise self._bad(f"gives {name!r:.60} a shape that its type cannot have")
+        stop = start + math.prod(shape) // block * size
+        if stop > self._source.size:
+            raise truncated(self._source.name, self._source.size, stop)
+        return QuantizedTensor(kind, shape, start, stop)
+
+    def _value(self, kind: int, depth: int = 0) -> Any:
+        if kind in _SCALARS:
+            return self._number(_SCALARS[kind])
+        if kind == _STRING:
+            return self._string()
+        if kind != _ARRAY or depth > 4:
+            raise self._bad(f"has metadata of the unknown kind {kind}")
+        inner, count = self._number("I"), self._number("Q")
+        if inner in _SCALARS and count > _KEPT:
+            self._take(count * struct.calcsize("<" + _SCALARS[inner]))
+            return []
+        if inner == _STRING and count > _KEPT:
+            self._pass_strings(count)
+            return []
+        values = [self._value(inner, depth + 1) for _ in range(count)]
+        return values if count <= _KEPT else []
+
+    def _pass_strings(self, count: int) -> None:
+        """Step over a vocabulary, quickly."""
+        for _ in range(count):
+            stop = self._place + 8
+            if stop > len(self._data):
+                self._need(stop)
+            stop += int.from_bytes(self._data[self._place : stop], "little")
+            if stop > len(self._data):
+                self._need(stop)
+            self._place = stop
+
+    def _number(self, form: str) -> Any:
+        little = f"<{form}"
+        return struct.unpack(little, self._take(struct.calcsize(little)))[0]
+
+    def _string(self) -> str:
+        return self._take(self._number("Q")).decode("utf-8", "replace")
+
+    def _take(self, length: int) -> bytes:
+        """The next bytes of the header."""
+        end = self._place + length
+        self._need(end)
+        found = self._data[self._place : end]
+        self._place = end
+        return found
+
+    def _need(self, end: int) -> None:
+        """Read on, up to this byte at least."""
+        if end > min(self._source.size, _LARGEST_HEADER):
+            raise truncated(self._source.name, self._source.size, end)
+        if end > len(self._data):
+            more = max(end - len(self._data), _BLOCK)
+            self._data += read_bytes(self._source, len(self._data), more)
+
+    def _bad(self, what: str) -> LocaterError:
+        return LocaterError(
+            f"the header of {self._source.name} {what}.",
+            hint="the file is damaged or of an older kind: download it again.",
+        )
