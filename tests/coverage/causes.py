@@ -14,7 +14,10 @@ CAUSES: tuple[tuple[str, str], ...] = (
     (r"several products are added", "products with position embeddings are added"),
     (r"added to the scores: products with", "products with relative position tables are added"),
     (r"sinks", "learned sinks"),
-    (r"added to the scores: .*(relative|rel_pos|bias)", "relative position bias by table"),
+    (
+        r"added to the scores: .*(relative|rel_pos|bias|logit_scale)",
+        "relative position bias by table",
+    ),
     (r"a term by position alone", "a bias by position that the form does not know"),
     (r"soft-cap, not declared", "soft-cap, not declared"),
     (r"no rotation", "no rotation in this layer (NoPE)"),
@@ -61,12 +64,13 @@ def by_cause(records: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
     """Families by cause; those with several causes are named under each."""
     groups: dict[str, list[str]] = {}
     for record in records:
-        for cause in dict.fromkeys(_causes_of(record)):
+        for cause in dict.fromkeys(causes_of(record)):
             groups.setdefault(cause, []).append(record["family"])
     return dict(sorted(groups.items(), key=lambda one: -len(one[1])))
 
 
-def _causes_of(record: Mapping[str, Any]) -> Iterator[str]:
+def causes_of(record: Mapping[str, Any]) -> Iterator[str]:
+    """What keeps a record from being verified."""
     sites = record.get("sites", ())
     for site in sites:
         if site["why"] or site["status"] not in ("right", "unprojected"):

@@ -32,7 +32,7 @@ from tests.coverage.compare import (
 from tests.coverage.diagnose import causes, described, is_normed
 from tests.coverage.doors import Report, Told
 from tests.coverage.drive import Driven, in_doubles
-from tests.coverage.tiny import built, model_class, resolved, tiny_config
+from tests.coverage.tiny import built, model_class, resolved, size_of, tiny_config
 from tests.coverage.truth import Attention, traced
 from torch import Tensor, nn
 
@@ -179,8 +179,7 @@ class Check:
             if chosen is None:
                 raise CannotBuildError("no class of its own: it is a part of another model")
             self.record.architecture = chosen.__name__
-            with torch.device("meta"):
-                size = sum(one.numel() for one in chosen._from_config(config).parameters())
+            size = size_of(chosen, config)
             if size > LARGEST:
                 raise CannotBuildError(f"its tiny config still has {size:,} parameters")
             self.chosen = chosen
@@ -228,6 +227,7 @@ class Check:
             self.record.sites.append(site)
         self.in_file()
         self.without_norms()
+        self.fused_instead()
         seen: set[str] = set()
         for attention in self.driven.attentions:
             if id(attention) not in taken:
@@ -284,11 +284,10 @@ class Check:
 
     def in_file(self) -> None:
         """The forms of the saved checkpoint, against the same softmaxes."""
-        by_weights = {self.weights(told): told for told in self.stored.told}
         sites = {site.name: site for site in self.record.sites}
         for told in self.live.told:
             site = sites[told.name]
-            twin = by_weights.get(self.weights(told))
+            twin = self.twin(told)
             if twin is None:
                 where = "not saved" if self.record.audit == "not saved" else self._passed(told)
                 site.why.append(f"file: {where}")
@@ -300,6 +299,11 @@ class Check:
                 site.why.append(f"file against live: {other}")
             if site.status == "right" and site.file_gap is not None and site.file_gap >= RIGHT:
                 site.status = "declared" if twin.admits else "wrong"
+
+    def twin(self, told: Told) -> Told | None:
+        """The same attention as the file tells it."""
+        mine = self.weights(told)
+        return next((one for one in self.stored.told if self.weights(one) == mine), None)
 
     def shared_weight(self, told: Told) -> Tensor | None:
         """The parameter that holds queries and keys both."""
@@ -324,6 +328,8 @@ class Check:
         model = model.to(next(self.model.parameters()).dtype)
         for name in names:
             parent, _, child = name.rpartition(".")
+            if any(parent == one or parent.startswith(f"{one}.") for one in names):
+                continue  # it goes with the one around it
             setattr(model.get_submodule(parent), child, Through())
         heard = []
         for drive in self.driven.drives:
@@ -348,6 +354,34 @@ class Check:
                     worst.reason or "not explained"
                 ]
                 site.why = ["beside the norm of queries and keys", *more, *site.why]
+
+    def fused_instead(self) -> None:
+        """Forms that do not fit eager attention may fit sdpa, where a model's two differ."""
+        sites = {site.name: site for site in self.record.sites}
+        wrong = [one for one in self.live.told if _misfits(sites[one.name])]
+        if not wrong:
+            return
+        heard: list[Attention] = []
+        with contextlib.suppress(ValueError, ImportError, RuntimeError, KeyError, TypeError):
+            model = built(self.chosen, tiny_config(self.record.family), "sdpa")
+            model = model.to(next(self.model.parameters()).dtype)
+            for drive in self.driven.drives:
+                with traced(model) as run:
+                    drive.run(model)
+                heard += run.attentions
+        for told in wrong:
+            gaps = [best_fit(told, one).gap for one in pairings(heard, *self.weights(told))]
+            if gaps and max(gaps) < RIGHT:
+                site, twin = sites[told.name], self.twin(told)
+                site.status, site.gap, site.file_gap = "right", max(gaps), None
+                site.why = [one for one in site.why if one.startswith("file")]
+                if twin is not None:
+                    fits = [best_fit(twin, one) for one in pairings(heard, *self.weights(told))]
+                    site.file_gap = max(one.gap for one in fits)
+                    site.status = "right" if site.file_gap < RIGHT else "wrong"
+                self.record.notes.append(
+                    f"{told.name}: held against sdpa, which eager differs from"
+                )
 
     def norm_names(self, told: Told) -> set[str]:
         """The modules that normalize an attention's queries and keys."""
@@ -448,7 +482,9 @@ class Check:
         """The logits of every attention that the library reads, by its name."""
         found: dict[str, list[LinedUp]] = {}
         for told in self.live.told:
-            for pairing in pairings(heard, *self.weights(told)):
+            runs = pairings(heard, *self.weights(told))
+            own = [one for one in runs if f"{one.attention.module}.".startswith(f"{told.name}.")]
+            for pairing in own or runs:  # a probe tells modules apart that share their weights
                 fit = best_fit(told, pairing)
                 if fit.lined is not None:
                     found.setdefault(told.name, []).append(fit.lined)
@@ -500,6 +536,11 @@ def _missing(record: Record) -> Iterator[str]:
     for name, words in record.probe.items():
         if words != "ok" and not words.startswith("not offered"):
             yield f"probe, {name}: {words}"
+
+
+def _misfits(site: Site) -> bool:
+    """It is wrong in the live model, not in the file alone."""
+    return site.status == "wrong" and site.gap is not None and not site.gap < RIGHT
 
 
 def _says_window(site: Site) -> bool:

@@ -26,7 +26,7 @@ class Drive:
     def run(self, module: nn.Module) -> None:
         """Run this part of a model of the same kind."""
         part = module.get_submodule(self.name) if self.name else module
-        part(**cast(self.given, next(part.parameters()).dtype))
+        _run(part, self.given)
 
 
 @dataclass
@@ -45,6 +45,13 @@ class Driven:
     def others(self) -> list[str]:
         """Softmaxes over something else."""
         return sorted({one for drive in self.drives for one in drive.heard.others})
+
+
+def _run(part: nn.Module, given: dict[str, Any]) -> None:
+    """Run a part with the same random numbers each time: some models draw their masks."""
+    with torch.random.fork_rng(devices=[]):
+        torch.random.default_generator.manual_seed(0)
+        part(**cast(given, next(part.parameters()).dtype))
 
 
 def driven(model: nn.Module, model_type: str) -> Driven:
@@ -78,12 +85,11 @@ def _drive(
 ) -> list[Drive]:
     """The first guess at its inputs that a part takes; or every one that a table gives."""
     table = INPUTS.get((model_type, type(part).__name__)) or INPUTS.get(model_type)
-    dtype = next(part.parameters()).dtype
     found = []
     for given in table(part.config) if table else guesses(part, part.config):
         try:
             with traced(model) as heard:
-                part(**cast(given, dtype))
+                _run(part, given)
             found.append(Drive(name, part, given, heard))
             if not table:
                 found += _crossed(model, found[0])
@@ -111,7 +117,7 @@ def _crossed(model: nn.Module, drive: Drive) -> list[Drive]:
     given = {**drive.given, name: tokens if name == "encoder_hidden_states" else (tokens,)}
     try:
         with traced(model) as heard:
-            part(**cast(given, next(part.parameters()).dtype))
+            _run(part, given)
     except (TimeoutError, MemoryError):
         raise
     except Exception:  # noqa: BLE001

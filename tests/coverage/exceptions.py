@@ -39,6 +39,7 @@ _HGNET = {
     "depths": [1, 1, 1, 1],
 }
 
+_FILTERS = {"num_filters": 4, "depths": [1, 1], "downsampling_ratios": [2]}
 _RESNET = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 8, 16, 16]}
 _RESNET |= {"depths": [1, 1, 1, 1], "out_features": ["stage4"]}
 _DETR = {"use_timm_backbone": False, "backbone": None, "backbone_config": _RESNET, "d_model": 32}
@@ -404,6 +405,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "keypoint_detector_config": Nested(descriptor_decoder_dim=32),
         "descriptor_dim": 32,
     },
+    "vibevoice_acoustic_tokenizer_encoder": _FILTERS,
+    "vibevoice_acoustic_tokenizer_decoder": _FILTERS,
     "sam3_vision_model": {"backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]]},
     "pp_formulanet_vision": {
         "output_channels": 32,
@@ -822,6 +825,9 @@ INPUTS: dict[Any, Any] = {
             "chunk_sample_lengths": torch.tensor([64 * 160] * 2),
         }
     ],
+    ("speecht5", "SpeechT5ForSpeechToText"): lambda config: [
+        {"input_values": normal(BATCH, 3200), "decoder_input_ids": ids(9), "use_cache": False}
+    ],
     "mimi_decoder": _latents,
     "pocket_tts_audio_tokenizer_decoder": _latents,
     "bros": lambda config: [{"input_ids": ids(), "bbox": normal(BATCH, TOKENS, 4).abs()}],
@@ -866,7 +872,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True},
         "",
     ),
-    "falcon, alibi": ("falcon", {"multi_query": False, "alibi": True, "bias": True}, ""),
+    "falcon, alibi": (
+        "falcon",
+        {"multi_query": False, "alibi": True, "bias": True, "num_kv_heads": 4},
+        "",
+    ),
     "deberta-v2, relative": ("deberta-v2", _RELATIVE_TERMS, ""),
     "deberta, relative": ("deberta", _RELATIVE_TERMS, ""),
     "wav2vec2-conformer, rotary": (

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import re
 import select
@@ -30,7 +29,6 @@ SECONDS = 90
 """For one family."""
 MEMORY = 8 << 30
 RESULTS = Path("out/coverage.jsonl")
-PUBLISHED = Path("results/coverage.json")
 
 
 class Worker:
@@ -168,31 +166,6 @@ def chosen(arguments: argparse.Namespace, known: dict[str, dict[str, Any]]) -> l
     return [one for one in every if one not in known]
 
 
-KEPT = ("model_type", "architecture", "status", "gap", "file_gap", "attentions", "counts",
-        "is_named", "missing", "notes")  # fmt: skip
-
-
-def publish(path: Path, records: dict[str, dict[str, Any]]) -> None:
-    """What the repository keeps of the results: a line per family, without its attentions."""
-    versions = {one["transformers"] for one in records.values() if one.get("transformers")}
-    kept = {
-        name: {key: _rounded(records[name][key]) for key in KEPT if records[name].get(key)}
-        for name in sorted(records)
-    }
-    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(one)}" for name, one in kept.items())
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        f'{{"transformers": {json.dumps(sorted(versions))},\n "families": {{\n{lines}\n}}}}\n'
-    )
-
-
-def _rounded(value: Any) -> Any:
-    """Numbers to two digits, infinite ones as words: JSON has no others."""
-    if isinstance(value, float):
-        return float(f"{value:.2g}") if math.isfinite(value) else str(value)
-    return value
-
-
 def summary(records: dict[str, dict[str, Any]]) -> str:
     """How many families have which status."""
     counts = Counter(record["status"] for record in records.values())
@@ -211,7 +184,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--summary", action="store_true", help="count, and check nothing")
-    parser.add_argument("--publish", action="store_true", help=f"write {PUBLISHED}")
+    parser.add_argument("--publish", action="store_true", help="write results, table and page")
     parser.add_argument("--causes", action="store_true", help="group by cause, and check nothing")
     arguments = parser.parse_args()
     if arguments.worker:
@@ -226,7 +199,9 @@ def main() -> None:
         sys.stdout.write(table(checked) + "\n")
         return
     if arguments.publish:
-        publish(PUBLISHED, records)
+        from tests.coverage.publish import publish
+
+        publish(records)
         return
     if not arguments.summary:
         worker = Worker()

@@ -127,8 +127,23 @@ def _named(name: str, config: Any) -> Any:
     return found if found is not None else getattr(_modeling(config), name)
 
 
+def size_of(chosen: Any, config: Any) -> int:
+    """How many parameters a model would have."""
+    with torch.device("meta"):
+        model = chosen._from_config(_own(chosen, config))
+    return sum(one.numel() for one in model.parameters())
+
+
+def _own(chosen: Any, config: Any) -> Any:
+    """The part of a composite config that a class takes, where it does not take the whole."""
+    if isinstance(config, chosen.config_class):
+        return config
+    return next((one for one in _parts(config) if isinstance(one, chosen.config_class)), config)
+
+
 def built(chosen: Any, config: Any, implementation: str = "eager") -> nn.Module:
     """A tiny model in evaluation mode, every parameter drawn anew."""
+    config = _own(chosen, config)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = chosen._from_config(config, attn_implementation=implementation)
