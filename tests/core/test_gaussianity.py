@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from locater import InputError
-from locater.core.gaussianity import Gaussianity, gaussianity, normal_quantile, random_projections
+from locater.core.gaussianity import Gaussianity, gaussianity, random_projections
 
 
 @pytest.mark.statistical
@@ -20,7 +20,7 @@ def test_gaussian_features_pass_and_laplace_features_do_not(seed: int) -> None:
     heavy = gaussianity(laplace)
     assert heavy.excess_kurtosis.median().item() == pytest.approx(3, abs=0.5)
     assert heavy.rejected() == 1.0
-    assert abs(heavy.quantiles[0.999]) > normal_quantile(0.999) * 1.2
+    assert abs(heavy.quantiles[0.999]) > NormalDist().inv_cdf(0.999) * 1.2
 
 
 def test_sums_over_dimensions_are_nearer_to_gaussian_than_each() -> None:
@@ -30,10 +30,6 @@ def test_sums_over_dimensions_are_nearer_to_gaussian_than_each() -> None:
     ).exponential_(generator=generator)
     mixed = gaussianity(random_projections(laplace, 32, generator))
     assert mixed.excess_kurtosis.abs().median() < gaussianity(laplace).excess_kurtosis.median() / 10
-
-
-def test_quantiles_are_the_normal_ones() -> None:
-    assert normal_quantile(0.975) == pytest.approx(NormalDist().inv_cdf(0.975))
 
 
 def test_constant_features_are_left_out_or_refused() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from locater.cli.probe import OnText, model_first
-from locater.cli.terminal import console, parse, plain, print_json, progress, say
+from locater.cli.probe import OnText
+from locater.cli.terminal import parse, plain, print_json, progress, say, show
 from locater.reality.against_theory import Reality, RealityConfig, against_theory
 
 
@@ -24,7 +24,7 @@ class ExplainCommand(RealityConfig, OnText):
 
 def run(arguments: Sequence[str]) -> None:
     """Predict and measure, then print a table, JSON or where the page is."""
-    command = parse(ExplainCommand, "explain", model_first(arguments))
+    command = parse(ExplainCommand, "explain", arguments, first="model")
     command.check()
     model, blocks = command.load()
     with progress("blocks, then layers") as report:
@@ -53,29 +53,23 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def _print(reality: Reality, top: int) -> None:
-    from rich.table import Table
+    from locater.report.tables import Columns, terminal_table
 
     summary, best = reality.summary(), reality.layers[0].best
     rows = sorted(reality.rows(), key=lambda row: -row["rho_error_full"])
-    table = Table(
-        "layer", "head", "entropy", "predicted", "first", "own", "ρ off: paper", best, "full", "why"
-    )
-    for column in table.columns[:-1]:
-        column.justify = "right"
-    for row in rows[: top or None]:
-        table.add_row(
-            str(row["layer"]),
-            str(row["head"]),
-            f"{row['entropy']:.3f}",
-            f"{row['entropy_full']:.3f}",
-            f"{row['sink_mass']:.3f}",
-            f"{row['own_mass']:.3f}",
-            f"{row['rho_error_printed']:.3f}",
-            f"{row[f'rho_error_{best}']:.3f}",
-            f"{row['rho_error_full']:.3f}",
-            ", ".join(row["why"]["main"]),
-        )
-    console().print(table)
+    columns: Columns = {
+        "layer": "layer",
+        "head": "head",
+        "entropy": "entropy:.3f",
+        "predicted": "entropy_full:.3f",
+        "first": "sink_mass:.3f",
+        "own": "own_mass:.3f",
+        "ρ off: paper": "rho_error_printed:.3f",
+        best: f"rho_error_{best}:.3f",
+        "full": "rho_error_full:.3f",
+        "why": lambda row: ", ".join(row["why"]["main"]),
+    }
+    show(terminal_table(rows[: top or None], columns, left=["why"]))
     print(
         f"{summary['heads']} heads; moments of {reality.estimated_on} blocks of {reality.tokens} "
         f"tokens, measured on {reality.measured_on} others.\n"

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from locater.cli.terminal import check_figure, console, parse, plain, print_json, progress, say
+from locater.cli.terminal import check_figure, parse, plain, print_json, progress, say, show
 from locater.errors import ConfigError, LocaterError
 
 
@@ -62,15 +62,9 @@ class ProbeCommand(OnText):
     """Of the random queries."""
 
 
-def model_first(arguments: Sequence[str]) -> list[str]:
-    """The model may stand first, without its flag."""
-    is_named = not arguments or arguments[0].startswith("-")
-    return [*arguments] if is_named else ["--model", *arguments]
-
-
 def run(arguments: Sequence[str]) -> None:
     """Measure, then print tables, JSON or where the page is."""
-    command = parse(ProbeCommand, "probe", model_first(arguments))
+    command = parse(ProbeCommand, "probe", arguments, first="model")
     command.check()
     import torch
 
@@ -118,21 +112,14 @@ def _selected(probe: Any, layers: str | None) -> dict[str, Any]:
 
 
 def _print(data: dict[str, Any], top: int) -> None:
-    from rich.table import Table
-
     from locater.report.probe_view import HEADS, LAYERS, head_rows, layer_rows
+    from locater.report.tables import terminal_table
 
     heads = head_rows(data["heads"])
-    for title, columns, rows in (
-        ("heads, the lowest share of ln T first", HEADS, heads[: top or None]),
-        ("tokens that enter each layer", LAYERS, layer_rows(data["layers"])),
-    ):
-        table = Table(*columns, title=title, title_justify="left")
-        for column in table.columns:
-            column.justify = "right"
-        for row in rows:
-            table.add_row(*map(plain, row))
-        console().print(table)
+    title = "heads, the lowest share of ln T first"
+    show(terminal_table(heads[: top or None], HEADS, title=title))
+    layers = layer_rows(data["layers"])
+    show(terminal_table(layers, LAYERS, title="tokens that enter each layer"))
     left = f" ({top} shown)" if 0 < top < len(heads) else ""
     print(f"{len(heads)} heads{left} on {data['blocks']} blocks of {data['tokens']} tokens.")
     alarms = [plain(f"alarm: {alarm['message']}") for alarm in data["alarms"]]

@@ -11,6 +11,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from locater.report.tables import plain as plain
+
 Config = TypeVar("Config")
 
 
@@ -102,11 +104,6 @@ def _plain(data: Any) -> Any:
     if isinstance(data, list | tuple):
         return [_plain(value) for value in data]
     return None if isinstance(data, float) and not math.isfinite(data) else data
-
-
-def plain(text: str) -> str:
-    """A name that a file chose, without what could move the cursor of a terminal."""
-    return "".join(one if one.isprintable() or one == "\n" else "�" for one in text)
 
 
 def say(text: str) -> None:

@@ -23,7 +23,7 @@ class Gaussianity:
     """0 for a Gaussian, 3 for a Laplace law; its standard error for Gaussians is √(24/samples)."""
     samples: int
     quantiles: dict[float, float]
-    """Probability → quantile of the standardized features; compare with `normal_quantile`."""
+    """Probability → quantile of the standardized features; compare with a Gaussian's."""
 
     @property
     def statistic(self) -> Float[Tensor, " features"]:
@@ -73,8 +73,3 @@ def random_projections(
     shape = (samples.shape[1], directions)
     random = torch.randn(shape, generator=generator, dtype=samples.dtype).to(samples.device)
     return samples @ (random / random.norm(dim=0))
-
-
-def normal_quantile(probability: float) -> float:
-    """Where a standard Gaussian has this probability below."""
-    return math.sqrt(2) * torch.erfinv(torch.tensor(2 * probability - 1).double()).item()

@@ -62,6 +62,11 @@ def plain_markdown(value: object) -> str:
     return "".join(f"\\{letter}" if letter in "|_*~`<>[]\\" else letter for letter in words)
 
 
+def plain(text: str) -> str:
+    """A name that a file chose, without what could move the cursor of a terminal."""
+    return "".join(one if one.isprintable() or one == "\n" else "�" for one in text)
+
+
 def terminal_table(
     rows: Iterable[Any],
     columns: Columns | Sequence[str],
@@ -84,7 +89,7 @@ def terminal_table(
     for name in columns:
         table.add_column(name, justify="left" if name in left else "right", no_wrap=is_compact)
     for line in cells(rows, columns):
-        table.add_row(*map(Text, line))
+        table.add_row(*(Text(plain(cell)) for cell in line))
     return table
 
 

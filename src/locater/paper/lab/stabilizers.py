@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, distributed, nn
 from torch.nn.utils import parametrize
 
-from locater.errors import ConfigError, InputError
+from locater.errors import ConfigError, InputError, unknown
 from locater.models.live import find_attention
 from locater.paper.lab.model import Attention
 from locater.probe.rows import Logits, largest_logits
@@ -46,9 +46,7 @@ def apply_stabilizer(
     """
     attentions = [module for module in model.modules() if isinstance(module, Attention)]
     if name not in STABILIZERS:
-        raise ConfigError(
-            f"unknown stabilizer {name!r}.", hint=f"use one of {', '.join(STABILIZERS)}."
-        )
+        raise unknown("stabilizer", name, STABILIZERS)
     if name != "none" and not attentions:
         raise InputError(
             f"{type(model).__name__} has no attention of the laboratory's.",

@@ -216,12 +216,6 @@ def _last_perplexity(run: Run) -> float | None:
     return math.exp(loss) if run.config.evaluations > 1 else None
 
 
-def _test_perplexity(run: Run) -> float | None:
-    """On test, of the model that was best on valid; None where that was not asked for."""
-    loss = final(run).get("test_loss")
-    return math.exp(loss) if loss else None
-
-
 def _quarter(run: Run, place: int) -> float:
     """ρ of a quarter of the tokens at the end, over layers."""
     rho = torch.tensor(final(run)["rho"], dtype=torch.float64)
