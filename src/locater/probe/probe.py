@@ -137,7 +137,6 @@ class Probe(Recorder):
         self._nothing_to_measure: dict[str, LocaterError] = {}
         self._book = AlarmBook(rules or AlarmRules())
         self._results: dict[str, _Results] = {}
-        self._pass: dict[str, _Results] = {}
         self.forwards = 0
         """Forward passes of the model so far, measured or not."""
         self.measured = 0
@@ -224,20 +223,21 @@ class Probe(Recorder):
         """Count a forward pass; whether it is one to measure."""
         if self.when != "always" and self.model.training != (self.when == "training"):
             return False
-        self.forwards += 1
-        self._pass = {}
-        return (self.forwards - 1) % self.every == 0
+        with self.lock:
+            self.forwards += 1
+            self.now.forward, self.now.results = self.forwards, dict[str, _Results]()
+        return (self.now.forward - 1) % self.every == 0
 
     def pass_ends(self) -> None:
         """Take in what was measured, and hold it against the alarms' rules."""
-        self.measured += 1
-        for name, results in self._pass.items():
-            if name in self._results:
-                self._results[name].add(results)
-            else:
-                self._results[name] = results
-        passed = self._pass.values()
-        self._book.check(self.forwards, [(one.place, one.sums, one.rank()) for one in passed])
+        passed = self.now.results.values()
+        checked = [(one.place, one.sums, one.rank()) for one in passed]
+        with self.lock:
+            self.measured += 1
+            self._book.check(self.now.forward, checked)
+            for one in passed:
+                one.inputs = self._kept(one.place, one.inputs, self._results.values())
+                self._results.setdefault(one.place.name, _Results(one.place)).add(one)
 
     def attention_called(self, place: Place, logits: Logits) -> RealQueries:
         """Measure one call; what it knows of padding is for `attention_ends`."""
@@ -270,9 +270,9 @@ class Probe(Recorder):
             )
             if self._strict:
                 raise fault
-            self._book.ring_not_finite(self.forwards, place, bad[0], fault.message)
+            self._book.ring_not_finite(self.now.forward, place, bad[0], fault.message)
             return real
-        self._pass.setdefault(place.name, _Results(place)).add(_Results(place, sums))
+        self.now.results.setdefault(place.name, _Results(place)).add(_Results(place, sums))
         return real
 
     def _chosen(self, logits: Logits, real: RealQueries) -> Literal["last", "all"] | Tensor:
@@ -285,7 +285,8 @@ class Probe(Recorder):
         if isinstance(logits, ScoredKeys) and logits.is_causal:
             may[0] = False  # it sees itself alone
         places = may.nonzero()[:, 0] if bool(may.any()) else torch.arange(len(may))
-        order = torch.randperm(len(places), generator=self.generator)
+        with self.lock:
+            order = torch.randperm(len(places), generator=self.generator)
         return places[order[: self.queries]].sort().values
 
     def attention_ends(self, place: Place, tokens: Tensor, answers: list[RealQueries]) -> None:
@@ -294,24 +295,26 @@ class Probe(Recorder):
         if is_real is not None and is_real.shape != tokens.shape[:2]:
             is_real = None
         with torch.no_grad(), _no_autocast(tokens.device):
-            mine = self._pass.setdefault(place.name, _Results(place))
+            mine = self.now.results.setdefault(place.name, _Results(place))
             mine.ranks.append(token_rank(tokens, is_real).cpu())
             whole = tokens if is_real is None else tokens[is_real.all(1)]
             whole = whole if whole.dtype == torch.float64 else whole.float()
-            size = whole.shape[1] * whole.shape[2] * whole.element_size()
-            room = self._room(place) // max(size, 1)
-            if whole.shape[1] >= 2 and min(len(whole), room) > 0:
-                mine.inputs.append(whole[:room].to("cpu", copy=True))
+            if whole.shape[1] >= 2:
+                held = (*self._results.values(), *self.now.results.values())
+                kept = self._kept(place, [whole], held)
+                mine.inputs += [one.to("cpu", copy=True) for one in kept]
 
-    def _room(self, place: Place) -> int:
-        """Bytes that may still be kept of an attention's inputs."""
-        held = [
-            (one.place.name == place.name, part.numel() * part.element_size())
-            for one in (*self._results.values(), *self._pass.values())
-            for part in one.inputs
-        ]
-        mine = sum(size for is_mine, size in held if is_mine)
-        return min(self._keep - sum(size for _, size in held), self._keep_each - mine)
+    def _kept(self, place: Place, batches: list[Tensor], held: Iterable[_Results]) -> list[Tensor]:
+        """The sequences of an attention's inputs that there is room for beside what is held."""
+        sizes = [(one.place.name == place.name, part.nbytes) for one in held for part in one.inputs]
+        mine = sum(size for is_mine, size in sizes if is_mine)
+        room = min(self._keep - sum(size for _, size in sizes), self._keep_each - mine)
+        kept = []
+        for batch in batches:
+            some = batch[: max(room, 0) // max(batch[:1].nbytes, 1)]
+            room -= some.nbytes
+            kept += [some] if len(some) else []
+        return kept
 
     def _found(self) -> list[_Results]:
         empty = self._nothing_to_measure

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import inspect
 import math
+import threading
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -70,6 +73,7 @@ class Recorder:
 
     It hooks the model between `attach` and `detach`, which is what `with` does.  A loop that calls
     parts of the model, so that hooks on the whole of it see nothing, says `begin` and `end`.
+    Every thread has passes of its own: what belongs to one is kept in `now`, the rest under `lock`.
     """
 
     def __init__(self, model: nn.Module, attentions: Sequence[LiveAttention]) -> None:
@@ -78,8 +82,14 @@ class Recorder:
             one.module: Place.of(one.layout) for one in attentions if one.module is not None
         }
         self._names = {module: plain_name(path) for path, module in model.named_modules()}
-        self._watch: _Watch | None = None
         self._handles: list[Any] = []
+        self.lock = threading.RLock()
+        self.now = threading.local()
+
+    @property
+    def _watch(self) -> _Watch | None:
+        """The pass that runs in this thread."""
+        return getattr(self.now, "watch", None)
 
     def pass_begins(self) -> bool:
         """Whether to watch the forward pass that begins."""
@@ -124,12 +134,15 @@ class Recorder:
                 self.model.register_forward_pre_hook(self._before, prepend=True),
                 self.model.register_forward_hook(self._after, with_kwargs=True, always_call=True),
             ]
+            vars(self.model)["__reduce_ex__"] = partial(_without_recorders, self.model)
 
     def detach(self) -> None:
         """Stop watching; the results stay."""
         for handle in self._handles:
             _remove_hook(handle)
         self._handles = []
+        if not any(map(_is_recorders, self.model._forward_hooks.values())):
+            vars(self.model).pop("__reduce_ex__", None)
         self._stop()
 
     def run(self, blocks: Tensor, *, batch: int = 16) -> Iterator[int]:
@@ -160,8 +173,8 @@ class Recorder:
         """A forward pass begins; it is watched until `end` if it is one to watch."""
         if self._watch is None and self.pass_begins():  # else the model calls itself
             _refuse_compiled(self.model)
-            self._watch = _Watch(self, self._names)
-            self._watch.start(self.model)
+            self.now.watch = _Watch(self, self._names)
+            self.now.watch.start(self.model)
 
     def end(self) -> None:
         """Take in what was recorded since `begin`."""
@@ -171,8 +184,8 @@ class Recorder:
 
     def _stop(self) -> None:
         if self._watch is not None:
-            self._watch.stop()
-            self._watch = None
+            self.now.watch.stop()
+            self.now.watch = None
 
     def _before(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
@@ -180,13 +193,14 @@ class Recorder:
         self.begin()
 
     def _after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        if self._watch is None:
+        watch = self._watch
+        if watch is None:
             return
         if output is None:  # an error is on its way out: nothing of this pass counts
             self._stop()
             return
-        self._watch.leave(module, args, kwargs, output)
-        if not self._watch.frames:  # else the model called itself, and goes on
+        watch.leave(module, args, kwargs, output)
+        if not watch.frames:  # else the model called itself, and goes on
             self.end()
 
     def _root_only(self, hook: Any) -> Any:
@@ -221,6 +235,7 @@ class _Watch(TorchFunctionMode):
         self.frames: list[_Frame] = []
         self.handles: list[Any] = []
         self.is_entered = False
+        self.thread = threading.get_ident()
 
     def start(self, root: nn.Module) -> None:
         """Begin; the root's own hooks have run already, so it is entered here."""
@@ -257,6 +272,8 @@ class _Watch(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
+        if self.thread != threading.get_ident():  # global hooks are called in every thread
+            return
         frame = _Frame(module, self.attentions.get(module))
         self.frames.append(frame)
         if _may_be_fast(module):
@@ -269,7 +286,7 @@ class _Watch(TorchFunctionMode):
 
     def _after_any(self, module: nn.Module, args: Any, *rest: Any) -> None:
         """A global hook; removed in a pass, it is called there once more, without kwargs."""
-        if len(rest) == 2:
+        if len(rest) == 2 and self.thread == threading.get_ident():
             self.leave(module, args, *rest)
 
     def leave(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -529,6 +546,26 @@ def _remove_hook(handle: Any) -> None:
     """Remove a hook wholly: torch 2.13 keeps a note of global ones, which torch.compile minds."""
     handle.remove()
     getattr(torch_module, "_global_forward_hooks_with_kwargs", {}).pop(handle.id, None)
+
+
+def _is_recorders(hook: Any) -> bool:
+    return isinstance(getattr(hook, "__self__", None), Recorder)
+
+
+def _without_recorders(model: nn.Module, protocol: int) -> Any:
+    """What copy and pickle are given of a watched model: the model without what watches it."""
+    made = type(model).__reduce_ex__(model, protocol)
+    if not (isinstance(made, tuple) and len(made) > 2 and isinstance(made[2], dict)):
+        return made
+    state = {name: value for name, value in made[2].items() if name != "__reduce_ex__"}
+    for kind in ("_forward_hooks", "_forward_pre_hooks"):
+        hooks = state.get(kind, {})
+        ours = {number for number, hook in hooks.items() if _is_recorders(hook)}
+        for name in (kind, f"{kind}_with_kwargs", f"{kind}_always_called"):
+            if name in state:
+                kept = {one: value for one, value in state[name].items() if one not in ours}
+                state[name] = OrderedDict(kept)
+    return (*made[:2], state, *made[3:])
 
 
 def _refuse_compiled(model: nn.Module) -> None:
