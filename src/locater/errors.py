@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from importlib.metadata import requires
+from typing import Any
+
+FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+"""How a disk says that there is no room."""
 
 
 class LocaterError(Exception):
@@ -52,6 +60,31 @@ class MissingExtraError(LocaterError):
         super().__init__(
             f"{package} is not installed.", hint=f"run: pip install 'locater[{extra}]'"
         )
+        self.package, self.extra = package, extra
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(MissingExtraError, extra=self.extra), (self.package,)  # from workers, too
+
+
+def unforeseen(error: Exception) -> LocaterError:
+    """What to tell a user of an error that nobody foresaw: what is missing, or how to report it."""
+    if isinstance(error, OSError) and (error.filename or error.errno in FULL):
+        what = error.filename or "the output cannot be written"
+        hint = "make room, or check the path and who may use it; LOCATER_TRACEBACK=1 says more."
+        return LocaterError(f"{what}: {error.strerror}.", hint=hint)
+    if isinstance(error, ImportError) and error.name:
+        name = error.name.partition(".")[0].replace("_", "-")
+        listed = [line.partition("; extra == ") for line in requires("locater") or ()]
+        sizes = Counter(extra for _, _, extra in listed)
+        extras = {extra for package, _, extra in listed if extra and package.startswith(name)}
+        if extras:  # several hold it: the smallest
+            extra = min(sorted(extras), key=lambda extra: sizes[extra])
+            return MissingExtraError(name, extra=extra.strip("'\""))
+    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    return LocaterError(
+        f"this should not have happened: {reason:.300}",
+        hint="LOCATER_TRACEBACK=1 before the command shows where; what was finished is kept.",
+    )
 
 
 def unknown(what: str, value: object, choices: Iterable[str]) -> ConfigError:

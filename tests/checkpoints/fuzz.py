@@ -219,7 +219,7 @@ def verdict(arguments: list[str]) -> str | None:
         return traceback.format_exc()
     finally:
         signal.alarm(0)
-    if "Traceback" in err.getvalue():
+    if "Traceback" in err.getvalue() or "this should not have happened" in err.getvalue():
         return err.getvalue()
     if code == 0:
         json.loads(out.getvalue())

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import locater
 from locater import QKForm, TokenProcess, propagation
 from locater.cli import main
 from locater.cli.entry import _COMMANDS
@@ -165,3 +166,56 @@ def test_a_preset_is_read_before_the_flags_whose_defaults_it_decides() -> None:
     for arguments in (["tiny"], ["--preset", "tiny"], ["--seed", "1", "--preset=tiny"]):
         assert flag("preset", with_first("preset", arguments), "fig5") == "tiny"
     assert flag("preset", with_first("preset", ["--seed", "1"]), "fig5") == "fig5"
+
+
+@pytest.mark.parametrize(
+    ("missing", "extra", "command"),
+    [
+        ("altair", "report", "report model --out {out}.html"),
+        ("accelerate", "lab", "sweep tiny --out {out}"),
+        ("accelerate", "lab", "train --preset tiny --out {out}"),
+    ],
+)
+def test_a_missing_package_is_named_at_once_with_what_installs_it(
+    missing: str, extra: str, command: str, samples: Path, tmp_path: Path
+) -> None:
+    """Through the program, in an interpreter that cannot import it."""
+    absent = f"raise ModuleNotFoundError('No module named {missing}', name={missing!r})"
+    (tmp_path / f"{missing}.py").write_text(absent)
+    paths = [str(tmp_path), str(Path(locater.__file__).parents[1])]
+    done = subprocess.run(
+        [sys.executable, "-m", "locater.cli", *command.format(out=tmp_path / "out").split()],
+        capture_output=True, text=True, check=False, cwd=samples,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"error: {missing} is not installed.\nhint: run: pip install")
+    assert done.stderr.endswith(f"'locater[{extra}]'\n")
+
+
+def test_whatever_escapes_is_one_message_with_a_way_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(arguments: list[str]) -> None:
+        raise KeyError("a \x1b[2J name")
+
+    monkeypatch.setattr("locater.cli.theory.run", broken)
+    assert main(["theory"]) == 1
+    told = capsys.readouterr()
+    assert told.out == "" and "\x1b" not in told.err and "Traceback" not in told.err
+    assert told.err.startswith("error: this should not have happened: KeyError: ")
+    assert "\nhint: LOCATER_TRACEBACK=1 " in told.err
+    monkeypatch.setenv("LOCATER_TRACEBACK", "1")
+    with pytest.raises(KeyError):
+        main(["theory"])
+
+
+def test_a_file_that_cannot_be_used_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(arguments: list[str]) -> None:
+        raise PermissionError(13, "Permission denied", "secret.txt")
+
+    monkeypatch.setattr("locater.cli.theory.run", broken)
+    assert main(["theory"]) == 1
+    assert capsys.readouterr().err.startswith("error: secret.txt: Permission denied.\nhint: ")

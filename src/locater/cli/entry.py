@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
 from locater.cli.terminal import plain, say
-from locater.errors import LocaterError, unknown
+from locater.errors import FULL, LocaterError, unforeseen, unknown
 
 # a command is `run` in the module of its name in locater.cli; its summary, its example
 _COMMANDS: dict[str, tuple[str, str]] = {
@@ -64,11 +63,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+    except Exception as error:
+        if os.environ.get("LOCATER_TRACEBACK"):
             raise
-        say(f"error: the output cannot be written: {error.strerror}.\nhint: make room.")
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        say(plain(f"error: {unforeseen(error)}"))
+        if getattr(error, "errno", None) in FULL:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or it fails at exit
         return 1
     return code
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -71,6 +72,8 @@ def run_sweep(
     if len(found) < len(wanted):
         _check_corpus(found.values(), folders.data)
     todo = [config for digest, config in wanted.items() if digest not in found]
+    if todo:
+        import_module("locater.paper.lab.train")  # what is missing is said before workers start
     report(len(found), len(wanted))
     job = _Job(folders.out, folders.data, checkpoint_every, tuple(trackers), tuple(todo))
     local = _Processes(job) if engine == "local" else None
