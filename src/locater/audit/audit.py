@@ -56,6 +56,7 @@ _PARAMETRIZED = (
     "its weights are stored as they are before a parametrization, which acts on them; audit the "
     "live model, or save it after torch.nn.utils.parametrize.remove_parametrizations"
 )
+_WIDTHS = ("hidden_size", "n_embd", "d_model")
 _BLOCK_BYTES = 48 * 2**20
 
 
@@ -178,6 +179,9 @@ class Layers:
         stored = [one for one in attentions if ".parametrizations." in " ".join(one.tensors)]
         skipped += [Skipped(name=attention.name, reason=_PARAMETRIZED) for attention in stored]
         attentions = [attention for attention in attentions if attention not in stored]
+        narrow = list(_narrow(attentions, checkpoint.config))
+        skipped += narrow
+        attentions = [one for one in attentions if one.name not in {cut.name for cut in narrow}]
         before = norms(checkpoint.shapes, checkpoint.config, attentions) if gains else {}
         about = (checkpoint.name, checkpoint.format, tuple(checkpoint.caveats))
         return cls(attentions, before, skipped, checkpoint.read, *about)
@@ -256,6 +260,14 @@ class Layers:
         """What one attention is made of; 8-bit floats as numbers that torch can multiply."""
         norm = self.norms.get(layout.name)
         tensors = self.read((*layout.tensors, *(norm.tensors if norm else ())))
+        for side in (layout.query, layout.key):
+            stored = tensors[side.weight]
+            if not stored.is_floating_point() and side.scale is None:
+                raise InputError(
+                    f"{side.weight} holds {stored.dtype} and has no scale: packed or quantized "
+                    "weights are not numbers of the model.",
+                    hint="audit the original model, of which this was made.",
+                )
         return {
             name: value.float() if value.is_floating_point() and value.element_size() < 2 else value
             for name, value in tensors.items()
@@ -283,6 +295,25 @@ def _absent(
         "attention, share that of another, or lie in a file that was not given"
     )
     return [Skipped(name=f"layer {shown}" if len(lost) == 1 else f"layers {shown}", reason=reason)]
+
+
+def _narrow(attentions: Sequence[AttentionLayout], config: Mapping[str, Any]) -> Iterator[Skipped]:
+    """Attentions that read fewer dimensions than a token of this model has, all of them the same.
+
+    So do weights that are packed, or that a config of another model lies beside.  Models that
+    narrow their tokens on purpose say so in their config or have stages of several widths.
+    """
+    width = next((config[key] for key in _WIDTHS if isinstance(config.get(key), int)), None)
+    alone = not any(isinstance(value, Mapping) and _WIDTHS[0] in value for value in config.values())
+    if width is None or not alone or any("bottleneck" in key for key in config):
+        return
+    if len({attention.model for attention in attentions}) == 1 and attentions[0].model < width:
+        for attention in attentions:
+            reason = (
+                f"it reads {attention.model} dimensions, and the model has {width}: its weights "
+                "are packed, or the config is that of another model"
+            )
+            yield Skipped(name=attention.name, reason=reason)
 
 
 def blocks(layout: AttentionLayout) -> Iterator[slice]:

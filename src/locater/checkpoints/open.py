@@ -28,6 +28,7 @@ from locater.checkpoints.formats import (
     SafetensorsFile,
 )
 from locater.checkpoints.lora import LoraTensors, has_lora
+from locater.checkpoints.packed import unpacked
 from locater.checkpoints.remote import HubRepository, WebFolder
 from locater.checkpoints.source import (
     ADAPTER_CONFIG,
@@ -309,6 +310,10 @@ def _opened(name: str, place: Place, choice: Choice, given: Mapping[str, Any]) -
         if not config:
             caveats.append(NO_CONFIG)
         caveats += getattr(tensors, "caveats", ())
+        plain = unpacked(tensors, config, name)
+        if plain is not None:
+            tensors = plain
+            caveats += plain.caveats
         if has_lora(tensors.shapes):
             format, tensors = "lora", LoraTensors(tensors, tensors, config, name=name)
             caveats += tensors.caveats
