@@ -5,6 +5,7 @@ Headers are checked strictly, for files may come from anywhere, and tensors are 
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import pickle
@@ -23,7 +24,16 @@ import numpy
 import torch
 from torch import Tensor
 
-from locater.checkpoints.source import ByteSource, read_bytes, refuse_pointer, status, truncated
+from locater.checkpoints.source import (
+    ByteSource,
+    Place,
+    document,
+    read_bytes,
+    refuse_pointer,
+    shard_name,
+    status,
+    truncated,
+)
 from locater.errors import LocaterError, MissingExtraError
 
 LARGEST_HEADER = 100_000_000  # bytes, as the reference implementation has it
@@ -237,7 +247,7 @@ class PytorchFile:
         with path.open("rb") as file:
             self._mapped = file.read(4) == ZIP
         if self._mapped:
-            self._check_stored()
+            check_stored(path, str(path))
         found = self._load(map_location="meta")
         state, self.config = state_of(found, str(path))
         self.caveats: tuple[str, ...] = () if self._mapped else (f"{path.name} is {_WHOLE}",)
@@ -255,22 +265,6 @@ class PytorchFile:
             name: tuple(tensor.shape) for name, tensor in state.items()
         }
 
-    def _check_stored(self) -> None:
-        """Refuse a zip whose parts are compressed: mapped, they would be read as weights."""
-        try:
-            with zipfile.ZipFile(self._path) as archive:
-                parts = archive.infolist()
-        except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError) as error:
-            raise self._damaged(error) from error
-        packed = [part.filename for part in parts if part.compress_type != zipfile.ZIP_STORED]
-        if packed:
-            raise LocaterError(
-                f"{self._path} is compressed ({packed[0]!r:.60}); PyTorch stores its parts as "
-                "they are.",
-                hint="write it again where you trust it: torch.save(torch.load(path, "
-                "weights_only=True), path).",
-            )
-
     def _load(self, **options: Any) -> Any:
         """Load without running code, or say what to do instead."""
         try:
@@ -283,25 +277,18 @@ class PytorchFile:
         except RuntimeError as error:
             if "TorchScript" in str(error):
                 raise self._refused("it is a TorchScript program") from error
-            raise self._damaged(error) from error
+            raise _damaged(str(self._path), error) from error
         except (
             OSError, ValueError, EOFError, LookupError, TypeError, AttributeError, ArithmeticError,
             MemoryError, AssertionError, RecursionError, zipfile.BadZipFile,
         ) as error:  # fmt: skip
-            raise self._damaged(error) from error
+            raise _damaged(str(self._path), error) from error
 
     def _refused(self, why: str) -> LocaterError:
         return LocaterError(
             f"{self._path} is refused, for reading it may run code that it holds: {why[:300]}.",
             hint="load it where you trust it, convert it with safetensors.torch.save_file("
             "model.state_dict(), 'model.safetensors'), and give that.",
-        )
-
-    def _damaged(self, error: Exception) -> LocaterError:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return LocaterError(
-            f"{self._path} is damaged or not a PyTorch file: {reason[:200]}",
-            hint="download or copy it again.",
         )
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
@@ -321,6 +308,30 @@ class PytorchFile:
     def close(self) -> None:
         """Let go of what was read."""
         self._state = None
+
+
+def _damaged(name: str, error: Exception) -> LocaterError:
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return LocaterError(
+        f"{name} is damaged or not a PyTorch file: {reason[:200]}",
+        hint="download or copy it again.",
+    )
+
+
+def check_stored(file: Path | io.BytesIO, name: str) -> None:
+    """Refuse a zip whose parts are compressed: mapped, they would be read as weights."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            parts = archive.infolist()
+    except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError) as error:
+        raise _damaged(name, error) from error
+    packed = [part.filename for part in parts if part.compress_type != zipfile.ZIP_STORED]
+    if packed:
+        raise LocaterError(
+            f"{name} is compressed ({packed[0]!r:.60}); PyTorch stores its parts as they are.",
+            hint="write it again where you trust it: torch.save(torch.load(path, "
+            "weights_only=True), path).",
+        )
 
 
 def state_of(found: Any, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -347,6 +358,232 @@ def state_of(found: Any, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         )
     configs = [found[key] for key in _SAID if isinstance(found.get(key), Mapping)]
     return state, {str(key): value for config in configs[:1] for key, value in config.items()}
+
+
+class MetaShards:
+    """The parts of a Llama as Meta publishes it: every part has some heads of every layer."""
+
+    def __init__(self, parts: Sequence[PytorchFile]) -> None:
+        self._parts = parts
+        self.config = parts[0].config
+        self.caveats = (f"{len(parts)} parts of one model are joined, head after head",)
+        first = parts[0].shapes
+        joined = {name: shape for name, shape in first.items() if _JOINED.search(name)}
+        if any(part.shapes.get(name) != shape for part in parts for name, shape in joined.items()):
+            raise LocaterError(
+                "the consolidated.*.pth here are not parts of one model: their shapes differ.",
+                hint="keep the parts of each model in a folder of their own.",
+            )
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            name: (len(parts) * shape[0], *shape[1:]) if name in joined else shape
+            for name, shape in first.items()
+            if name in joined or len(shape) == 1
+        }
+
+    @property
+    def bytes_read(self) -> int:
+        """How many bytes were read so far."""
+        return sum(part.bytes_read for part in self._parts)
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Read these tensors, joined where each part has some of their rows."""
+        whole = self._parts[0].read([name for name in names if not _JOINED.search(name)])
+        for name in names:
+            if name not in whole:
+                whole[name] = torch.cat([part.read([name])[name] for part in self._parts])
+        return whole
+
+    def close(self) -> None:
+        """Let go of what was read."""
+        for part in self._parts:
+            part.close()
+
+
+_JOINED = re.compile(r"\.w[qk]\.(?:weight|bias)$")
+_DTYPES = {str(kind).removeprefix("torch.") for kind in vars(torch).values()
+           if isinstance(kind, torch.dtype)}  # fmt: skip
+
+
+class _Record:
+    """Stands for whatever class of `torch.distributed` a pickle names: fields and nothing else."""
+
+    def __init__(self, *values: object) -> None:
+        self.values = values
+
+    def __setstate__(self, state: object) -> None:
+        fields = state[1] if isinstance(state, tuple) and len(state) == 2 else state
+        if isinstance(fields, dict):
+            self.__dict__.update((str(name), value) for name, value in fields.items())
+        else:
+            self.values = state  # type: ignore[assignment]
+
+
+class _Records(pickle.Unpickler):
+    """Reads the metadata of a distributed checkpoint; names of anything else are refused.
+
+    torch's own reader unpickles it freely, which may run code.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The stand-in for a class that such metadata has."""
+        if module.startswith("torch.distributed."):
+            return _Record
+        if module == "torch" and name in _DTYPES:
+            return getattr(torch, name)
+        plain: dict[tuple[str, str], Any] = {
+            ("torch", "Size"): tuple,
+            ("torch.serialization", "_get_layout"): str,
+            ("collections", "OrderedDict"): dict,
+            ("pathlib", "PosixPath"): _Record,
+            ("pathlib", "PurePosixPath"): _Record,
+            ("pathlib._local", "PosixPath"): _Record,
+        }
+        if (module, name) not in plain:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which is no record")
+        return plain[module, name]
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """A box of a tensor, and where its bytes are."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int
+    length: int
+
+
+class DistributedTensors:
+    """What `torch.distributed.checkpoint` wrote: chunks of tensors in the files of many ranks."""
+
+    def __init__(self, place: Place, metadata: str) -> None:
+        self._place, self.bytes_read = place, 0
+        where = f"{place.name}/{metadata}"
+        try:
+            found = _Records(io.BytesIO(document(place, metadata))).load()
+            self._dtypes, self._chunks, shapes = self._tensors(found, where)
+        except pickle.UnpicklingError as error:
+            raise LocaterError(
+                f"{where} is refused, for reading it may run code that it holds: {error!s:.200}.",
+                hint="where you trust it, run: python -m torch.distributed.checkpoint.format_utils "
+                "dcp_to_torch FOLDER model.pt, and give that.",
+            ) from error
+        except (AttributeError, TypeError, ValueError, LookupError, EOFError) as error:
+            raise _damaged(where, error) from error
+        self.shapes: Mapping[str, tuple[int, ...]] = shapes
+
+    def _tensors(self, found: Any, where: str) -> tuple[Any, Any, dict[str, tuple[int, ...]]]:
+        """Types, chunks and shapes of the tensors that the metadata speaks of."""
+        about = {
+            str(name): entry
+            for name, entry in found.state_dict_metadata.items()
+            if hasattr(entry, "chunks")
+        }
+        shapes = {name: tuple(map(int, entry.size)) for name, entry in about.items()}
+        sizes = {
+            (name, tuple(chunk.offsets)): tuple(map(int, chunk.sizes))
+            for name, entry in about.items()
+            for chunk in entry.chunks
+        }
+        chunks: dict[str, list[_Chunk]] = {name: [] for name in about}
+        for index, place in found.storage_data.items():
+            if index.fqn not in about:
+                continue
+            offsets = tuple(map(int, index.offset or (0,) * len(shapes[index.fqn])))
+            box = sizes[index.fqn, offsets]
+            inside = zip(offsets, box, shapes[index.fqn], strict=True)
+            if not all(low >= 0 and low + size <= side for low, size, side in inside):
+                raise ValueError(f"a chunk of {index.fqn!r:.60} lies outside of it")
+            file = shard_name(place.relative_path, where)
+            chunks[index.fqn].append(
+                _Chunk(offsets, box, file, int(place.offset), int(place.length))
+            )
+        for name, boxes in chunks.items():
+            if sum(math.prod(chunk.sizes) for chunk in boxes) != math.prod(shapes[name]):
+                raise ValueError(f"chunks of {name!r:.60} are missing")
+        dtypes = {name: _dtype(entry.properties) for name, entry in about.items()}
+        return dtypes, chunks, shapes
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Put these tensors together."""
+        found = {}
+        for name in names:
+            need = math.prod(self.shapes[name]) * self._dtypes[name].itemsize
+            held = sum(chunk.length for chunk in self._chunks[name])
+            if need > held:
+                raise LocaterError(
+                    f"{self._place.name} claims {need:,} bytes for {name!r:.60}, and has {held:,}.",
+                    hint="it is damaged or made to fill memory: do not trust it.",
+                )
+            found[name] = torch.empty(self.shapes[name], dtype=self._dtypes[name])
+            for chunk in self._chunks[name]:
+                box = zip(chunk.offsets, chunk.sizes, strict=True)
+                inside = tuple(slice(low, low + size) for low, size in box)
+                found[name][inside] = self._chunk(chunk, name)
+        return found
+
+    def _chunk(self, chunk: _Chunk, name: str) -> Tensor:
+        source = self._place.open(chunk.file)
+        try:
+            raw = io.BytesIO(read_bytes(source, chunk.start, chunk.length))
+        finally:
+            self.bytes_read += source.bytes_read
+            source.close()
+        where = f"{self._place.name}/{chunk.file}"
+        check_stored(raw, where)
+        raw.seek(0)
+        try:
+            values = torch.load(raw, map_location="cpu", weights_only=True)  # noqa: TID251
+        except (RuntimeError, pickle.UnpicklingError, ValueError, EOFError) as error:
+            raise _damaged(where, error) from error
+        if not isinstance(values, Tensor) or tuple(values.shape) != chunk.sizes:
+            raise _damaged(where, ValueError(f"it holds no chunk {chunk.sizes} of {name!r:.60}"))
+        return values
+
+    def close(self) -> None:
+        """Nothing is kept open."""
+
+
+def _dtype(properties: Any) -> torch.dtype:
+    """What a tensor's numbers are, from its record."""
+    said = getattr(properties, "dtype", None) or properties.values[0]
+    if not isinstance(said, torch.dtype):
+        raise TypeError(f"{said!r:.60} is no type of numbers")
+    return said
+
+
+_FOREIGN = {
+    ".onnx": ("an ONNX graph", "give the PyTorch model that it was exported from"),
+    ".keras": ("a Keras model", "save it from PyTorch, or its weights as safetensors"),
+    ".h5": ("an HDF5 file (Keras, TensorFlow)", "give the model's safetensors version"),
+    ".npz": (
+        "a NumPy archive",
+        "safetensors.numpy.save_file(dict(numpy.load(path)), 'model.safetensors') writes one",
+    ),
+    ".msgpack": ("a Flax file", "save it with save_pretrained of the PyTorch model"),
+    ".tflite": ("a TensorFlow Lite model", "give the model that it was converted from"),
+    ".nemo": ("a NeMo archive", "unpack it (tar xf) and give the weights in it"),
+    ".mlmodel": ("a Core ML model", "give the model that it was converted from"),
+    ".engine": ("a TensorRT engine", "give the model that it was built from"),
+    "manifest.ocdbt": (
+        "an Orbax checkpoint (JAX)",
+        "restore it in JAX and write it with safetensors.flax.save_file",
+    ),
+    "_CHECKPOINT_METADATA": (
+        "an Orbax checkpoint (JAX)",
+        "restore it in JAX and write it with safetensors.flax.save_file",
+    ),
+    "saved_model.pb": ("a TensorFlow model", "give the model's safetensors version"),
+    ".ckpt.index": ("a TensorFlow checkpoint", "give the model's safetensors version"),
+}
+
+
+def refuse_foreign(name: str, where: str) -> None:
+    """Raise where a name is that of a format which is not read, with the way out."""
+    for suffix, (what, way) in _FOREIGN.items():
+        if name.endswith(suffix):
+            raise LocaterError(f"{where} is {what}, which is not read.", hint=f"{way}.")
 
 
 MAGIC = b"GGUF"

@@ -11,7 +11,7 @@ import re
 import stat
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,9 +23,12 @@ from locater.checkpoints.formats import (
     MAGIC,
     PICKLES,
     ZIP,
+    DistributedTensors,
     GgufFile,
+    MetaShards,
     PytorchFile,
     SafetensorsFile,
+    refuse_foreign,
 )
 from locater.checkpoints.lora import LoraTensors, has_lora
 from locater.checkpoints.packed import unpacked
@@ -36,6 +39,7 @@ from locater.checkpoints.source import (
     PREFERRED,
     SUFFIXES,
     Folder,
+    Inside,
     Place,
     Say,
     Tensors,
@@ -43,12 +47,14 @@ from locater.checkpoints.source import (
     json_object,
     read_bytes,
     refuse_pointer,
+    shard_name,
     silent,
     status,
 )
 from locater.errors import LocaterError, guarded
+from locater.models.names import natural_order
 
-Format = Literal["safetensors", "pytorch", "gguf", "lora"]
+Format = Literal["safetensors", "pytorch", "distributed", "gguf", "lora"]
 
 NO_CONFIG = (
     "no config.json: the family and its settings are told by tensor names alone, "
@@ -63,6 +69,8 @@ _UNFORESEEN = "it may be damaged: download it again; if it is whole, please repo
 _INDICES = (".safetensors.index.json", ".bin.index.json")
 _OTHER = re.compile(r"training_args|optimizer|scheduler|scaler|rng_state|random_states", re.I)
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.\w+)")
+_META = re.compile(r"consolidated\.\d\d\.pth")
+_DISTRIBUTED = ".metadata"
 _OPENERS = 8  # shards of a remote checkpoint whose headers are fetched at the same time
 
 
@@ -159,11 +167,39 @@ def _find(source: str | Path, say: Say = silent) -> tuple[Place, Choice]:
             say(f"{text} is not found here; asking the hub")
         revision, file = hub_id["revision"], hub_id["file"]
         repository = HubRepository(hub_id["repository"], revision and unquote(revision), say=say)
-        return repository, _file_choice(file) if file else choose(repository.names(), text)
+        if file and not repository.has(file):
+            return _chosen(Inside(repository, file.rstrip("/")))
+        return (repository, _file_choice(file)) if file else _chosen(repository)
     if stat.S_ISDIR(status(path).st_mode):
-        folder = Folder(path)
-        return folder, choose(folder.names(), folder.name)
-    return Folder(path.parent, named=path.name), _file_choice(path.name)
+        return _chosen(Folder(path))
+    folder = Folder(path.parent, named=path.name)
+    if _META.fullmatch(path.name) and len(list(filter(_META.fullmatch, folder.names()))) > 1:
+        raise LocaterError(
+            f"{path} is one of several parts of a model: each has some of its heads.",
+            hint="give the folder of all of them.",
+        )
+    return folder, _file_choice(path.name)
+
+
+def _chosen(place: Place) -> tuple[Place, Choice]:
+    """The checkpoint of a folder, or of the one folder in it that has one."""
+    try:
+        return place, choose(place.names(), place.name)
+    except _NoneHereError:
+        inside: dict[str, Choice] = {}
+        for folder in dict.fromkeys(name.rpartition("/")[0] for name in place.below()):
+            with suppress(LocaterError):
+                inside[folder] = choose(Inside(place, folder).names(), folder)
+        if not inside:
+            raise
+    if len(inside) == 1:
+        return Inside(place, folder := next(iter(inside))), inside[folder]
+    names = sorted(inside, key=natural_order)
+    shown = ", ".join(names[:12]) + (", …" if len(names) > 12 else "")
+    raise LocaterError(
+        f"{place.name} holds {len(names)} checkpoints in folders of their own: {shown}.",
+        hint=f"give one of them ({place.name}/{names[0]}), or the checkpoints of a run together.",
+    )
 
 
 def _named_on_the_hub(text: str) -> re.Match[str] | None:
@@ -188,8 +224,7 @@ def _find_url(url: str, say: Say = silent) -> tuple[Place, Choice]:
     if name.endswith((*SUFFIXES, ".index.json")):
         above = urlunsplit(parts._replace(path=folder))
         return WebFolder(above, last=name, say=say), _file_choice(name)
-    place = WebFolder(url, say=say)
-    return place, choose(place.names(), place.name)
+    return _chosen(WebFolder(url, say=say))
 
 
 @dataclass(frozen=True)
@@ -198,6 +233,10 @@ class Choice:
 
     files: tuple[str, ...]
     index: str | None = None
+
+
+class _NoneHereError(LocaterError):
+    """A folder has no checkpoint itself."""
 
 
 def choose(names: Sequence[str], place: str) -> Choice:
@@ -209,11 +248,13 @@ def choose(names: Sequence[str], place: str) -> Choice:
     for name in PREFERRED:
         if name in names:
             return Choice((), name) if name.endswith(".json") else Choice((name,))
+    if _DISTRIBUTED in names and any(name.endswith(".distcp") for name in names):
+        return Choice((_DISTRIBUTED,))
     indices = [name for name in names if name.endswith(_INDICES)]
     if len(indices) == 1:
         return Choice((), indices[0])
     found = [name for name in names if name.endswith(SUFFIXES) and not _OTHER.search(name)]
-    shards = _complete_shards(found, place)
+    shards = [name for name in found if _META.fullmatch(name)] or _complete_shards(found, place)
     if len(found) == 1 or shards:
         return Choice(tuple(shards or found))
     if found:
@@ -222,8 +263,10 @@ def choose(names: Sequence[str], place: str) -> Choice:
             f"{place} holds {len(found)} checkpoints: {shown}.",
             hint="give the path of the one that you mean.",
         )
+    for name in names:
+        refuse_foreign(name, f"{place}/{name}")
     seen = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
-    raise LocaterError(
+    raise _NoneHereError(
         f"{place} holds no checkpoint; it holds {seen or 'nothing'}.",
         hint="give a folder with model.safetensors, its index, pytorch_model.bin or a .gguf file; "
         "of a run, the folders of its checkpoints.",
@@ -336,6 +379,8 @@ def _tensors(place: Place, choice: Choice) -> tuple[Format, Tensors]:
     """The tensors of the chosen files, and the format of those."""
     if choice.index is None and len(choice.files) == 1:
         return _file(place, choice.files[0])
+    if all(_META.fullmatch(name) for name in choice.files) and choice.files:
+        return "pytorch", MetaShards([_pytorch(place, name) for name in choice.files])
     homes = None if choice.index is None else _weight_map(place, choice.index)
     shards = choice.files if homes is None else tuple(dict.fromkeys(homes.values()))
     with ThreadPoolExecutor(_OPENERS) as pool:
@@ -373,19 +418,11 @@ def _weight_map(place: Place, index: str) -> dict[str, str]:
     return homes
 
 
-def shard_name(name: object, index: str) -> str:
-    """A shard's name as an index gives it, which must stay within the folder."""
-    parts = name.split("/") if isinstance(name, str) else [".."]
-    if any(part in ("", ".", "..") or "\\" in part or ":" in part for part in parts):
-        raise LocaterError(
-            f"{index} names the shard {name!r}, which is not a file of its folder.",
-            hint="do not trust this checkpoint; download it again from its author.",
-        )
-    return "/".join(parts)
-
-
 def _file(place: Place, name: str) -> tuple[Format, Tensors]:
     """Open one file by what it holds, whatever it is called."""
+    if name == _DISTRIBUTED:
+        return "distributed", DistributedTensors(place, name)
+    refuse_foreign(name, f"{place.name}/{name}")
     source = place.open(name)
     try:
         head = read_bytes(source, 0, 64)

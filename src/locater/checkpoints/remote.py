@@ -27,6 +27,7 @@ from locater.checkpoints.source import (
     CONFIGS,
     PREFERRED,
     ByteSource,
+    Folder,
     LocalFile,
     Say,
     json_object,
@@ -190,6 +191,10 @@ class WebFolder:
         if self._found is None:
             self._found = [name for name in self._known if self._answers(name)]
         return self._found
+
+    def below(self) -> list[str]:
+        """None that could be listed."""
+        return []
 
     def _answers(self, name: str) -> bool:
         url = self._url(name)
@@ -500,6 +505,12 @@ class HubRepository:
         if self._snapshot is not None:
             return sorted(entry.name for entry in self._snapshot.iterdir() if entry.is_file())
         return [name for name in self._files if "/" not in name]
+
+    def below(self) -> list[str]:
+        """The files in its folders."""
+        if self._snapshot is not None:
+            return Folder(self._snapshot).below()
+        return [name for name in self._files if "/" in name]
 
     def has(self, name: str) -> bool:
         """Whether the repository has this file."""

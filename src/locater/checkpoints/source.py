@@ -7,6 +7,7 @@ import json
 import os
 import stat
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from locater.errors import LocaterError
 
 CHUNK = 1 << 23
+_MOST_FILES = 4096  # that are looked at for checkpoints in folders
 _SPARSE = 1 << 26  # bytes; smaller files may be anything
 _POINTER = b"version https://git-lfs.github.com/spec"
 LARGEST_DOCUMENT = 1 << 26  # bytes of a config or an index
@@ -26,6 +28,9 @@ PREFERRED = (
     "model.safetensors.index.json",
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
+    "diffusion_pytorch_model.safetensors",
+    "diffusion_pytorch_model.safetensors.index.json",
+    "diffusion_pytorch_model.bin",
 )
 """What libraries call a checkpoint, the first that is there being the one meant."""
 CONFIGS = ("config.json", "params.json")
@@ -122,10 +127,16 @@ class Place(Protocol):
     """A folder somewhere."""
 
     name: str
-    caveats: tuple[str, ...]
+
+    @property
+    def caveats(self) -> tuple[str, ...]:
+        """What is to be said of what was read."""
 
     def names(self) -> list[str]:
         """The files in it, as far as anybody can tell."""
+
+    def below(self) -> list[str]:
+        """The files in its folders, by their paths; few levels deep."""
 
     def has(self, name: str) -> bool:
         """Whether a file may be there; where nobody can tell, opening it will."""
@@ -154,6 +165,12 @@ class Folder:
         except OSError as error:
             raise unreadable(self._path, error) from error
 
+    def below(self) -> list[str]:
+        """The files in its folders, three levels deep and no more than a few thousand."""
+        deep = [self._path.glob("/".join(["*"] * depth)) for depth in (2, 3)]
+        found = islice((path for level in deep for path in level if path.is_file()), _MOST_FILES)
+        return sorted(path.relative_to(self._path).as_posix() for path in found)
+
     def has(self, name: str) -> bool:
         """Whether there is a file of this name."""
         return os.path.lexists(self._path / name)
@@ -171,6 +188,44 @@ class Folder:
     def path(self, name: str) -> Path:
         """Where a file is on this machine."""
         return self._path / name
+
+
+class Inside:
+    """A folder within a place."""
+
+    def __init__(self, place: Place, folder: str) -> None:
+        self.name = f"{place.name}/{folder}"
+        self._place, self._folder = place, folder
+
+    @property
+    def caveats(self) -> tuple[str, ...]:
+        """What is to be said of the place, and which of its folders this is."""
+        return (*self._place.caveats, f"the checkpoint is that in {self._folder}/")
+
+    def below(self) -> list[str]:
+        """The files in its folders."""
+        start = f"{self._folder}/"
+        inside = [
+            name.removeprefix(start) for name in self._place.below() if name.startswith(start)
+        ]
+        return [name for name in inside if "/" in name]
+
+    def names(self) -> list[str]:
+        """The files in it."""
+        found = (name.rpartition("/") for name in self._place.below())
+        return [name for folder, _, name in found if folder == self._folder]
+
+    def has(self, name: str) -> bool:
+        """Whether a file may be there."""
+        return self._place.has(f"{self._folder}/{name}")
+
+    def open(self, name: str) -> ByteSource:
+        """One of its files."""
+        return self._place.open(f"{self._folder}/{name}")
+
+    def path(self, name: str) -> Path | None:
+        """Where a file is on this machine, if it is."""
+        return self._place.path(f"{self._folder}/{name}")
 
 
 def document(place: Place, name: str) -> bytes:
@@ -255,3 +310,14 @@ def json_object(raw: bytes, name: str) -> dict[str, Any]:
             hint="download it again.",
         )
     return found
+
+
+def shard_name(name: object, index: str) -> str:
+    """A shard's name as an index gives it, which must stay within the folder."""
+    parts = name.split("/") if isinstance(name, str) else [".."]
+    if any(part in ("", ".", "..") or "\\" in part or ":" in part for part in parts):
+        raise LocaterError(
+            f"{index} names the shard {name!r}, which is not a file of its folder.",
+            hint="do not trust this checkpoint; download it again from its author.",
+        )
+    return "/".join(parts)
