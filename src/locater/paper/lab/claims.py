@@ -11,9 +11,11 @@ from locater.paper.lab.summary import (
     Interval,
     best_loss,
     ended,
+    exp,
     final_mean,
     paired,
     participation,
+    percent,
     summarize,
 )
 from locater.paper.verdicts import Outcome, Verdict
@@ -56,7 +58,7 @@ def curve_verdicts(sweep: Sweep, runs: Mapping[str, Run], section: str) -> list[
         return [together]  # one κ₂ has no trend
     return [
         verdict("B", "With stronger κ₂ the eigenspectrum scale shrinks.", _log_scale, -1,
-                lambda c: f"‖W‖² times {math.exp(c.mean):.3g} from the least κ₂ to the largest"),
+                lambda c: f"‖W‖² times {exp(c.mean):.3g} from the least κ₂ to the largest"),
         verdict("C", "With stronger κ₂ the attention entropy increases.", _entropy, 1,
                 lambda c: f"{c.text(3)} nats"),
         verdict("D", "With stronger κ₂ the perplexity improves.", best_loss, -1,
@@ -140,7 +142,7 @@ def _outcome(holds: list[bool | None]) -> Outcome:
 
 def _percent(change: Interval) -> str:
     """A difference of losses as one of perplexities."""
-    mean, half = 100 * math.expm1(change.mean), 100 * change.half * math.exp(change.mean)
+    mean, half = percent(change.mean), 100 * change.half * exp(change.mean)
     return Interval(mean, half).text(2)
 
 

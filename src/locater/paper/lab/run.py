@@ -9,7 +9,7 @@ import platform
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
@@ -33,7 +33,16 @@ Record = dict[str, Any]
 KEPT = 2
 """Checkpoints on disk: the last, and the one before it in case the last is damaged."""
 LOCK = ".lock"
-_DAMAGE = (OSError, ValueError, KeyError, TypeError, SafetensorError)
+_DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError,
+           SafetensorError)  # fmt: skip
+_DEPTHS = {
+    **dict.fromkeys(("train_loss", "valid_loss", "whole_valid_loss", "best_valid_loss", "test_loss",
+                     "accuracy", "best_step"), 0),
+    **dict.fromkeys(("trace", "trace_of_square", "frobenius_squared", "variance", "r", "entropy",
+                     "max_logit", "rank"), 1),
+    **dict.fromkeys(("rho", "predicted_rho"), 2),
+}  # fmt: skip
+"""Of what a record holds: a number, one for each layer, or layers of one for each token."""
 
 
 class DivergedError(LocaterError):
@@ -90,10 +99,11 @@ class Run:
                 head = json.loads(first)
                 config = TrainConfig.from_dict(head["config"])
                 environment = head["environment"]
-            return cls(config, environment, [json.loads(line) for line in lines], path)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            corpus = environment.get("corpus", {})
+            return cls(config, {**environment, "corpus": {**corpus}}, _records(lines), path)
+        except (LocaterError, *_DAMAGE) as error:
             raise InputError(
-                f"{path} is not a run: {error}.",
+                f"{path} is not a run: {getattr(error, 'message', error)}.".replace("..", "."),
                 hint="give a folder of `locater train --out`, or a .jsonl of published results.",
             ) from error
 
@@ -296,6 +306,33 @@ class RunFolder:
             os.truncate(self.metrics, size)
         except OSError as error:
             raise _unwritten(self.metrics, error) from error
+
+
+def _records(lines: Sequence[str]) -> list[Record]:
+    """What was measured, line by line; ValueError where a line says what no measurement does."""
+    records = []
+    for place, line in enumerate(lines, 1):
+        record = json.loads(line)
+        step, end = record["step"], record.get("end", "finished")
+        if type(step) is not int or not 0 <= step < 2**53 or end not in ("finished", "diverged"):
+            raise ValueError(f"record {place} has step {step!r:.40} and end {end!r:.40}")
+        for name, depth in _DEPTHS.items():
+            if name in record and not _is_measured(record[name], depth):
+                raise ValueError(f"record {place} has no numbers as {name!r}")
+        records.append(record)
+    return records
+
+
+def _is_measured(value: Any, depth: int) -> bool:
+    """A number or None (for NaN), or lists of them, all of one length."""
+    if depth:
+        is_list = isinstance(value, list) and value != []
+        return (
+            is_list
+            and all(_is_measured(part, depth - 1) for part in value)
+            and (depth == 1 or len({len(part) for part in value}) == 1)
+        )
+    return value is None or (type(value) in (int, float) and abs(value) < 1e100)
 
 
 def _unwritten(path: Path, error: OSError) -> LocaterError:

@@ -165,4 +165,10 @@ class TrainConfig(Shape):
                 f"unknown setting {unknown[0]!r}.",
                 hint="the run was made by another version of locater.",
             )
+        for field in dataclasses.fields(cls):
+            value, kind = values.get(field.name, field.default), type(field.default)
+            kinds = {float: (int, float), type(None): (int, type(None))}.get(kind, (kind,))
+            is_huge = kind in (int, float) and type(value) in kinds and not abs(value) < 1e100
+            if type(value) not in kinds or is_huge:
+                raise ConfigError(f"{field.name} cannot be {value!r:.40}.", hint="train it again.")
         return cls(**values)

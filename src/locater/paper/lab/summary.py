@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from locater.core import theory
-from locater.errors import MissingExtraError
+from locater.errors import InputError, MissingExtraError
 from locater.paper.lab.presets import Setting, Sweep
 from locater.paper.lab.run import Record, Run
 from locater.report.tables import markdown_table
@@ -135,7 +138,10 @@ def paired(
 
 def best_loss(run: Run) -> float:
     """The primary outcome: the best loss on all of valid over the run's evaluations."""
-    return float(min(loss for _, loss in run.series("whole_valid_loss")))
+    losses = [loss for _, loss in run.series("whole_valid_loss") if loss is not None]
+    if not losses:
+        raise _incomplete(run, "whole_valid_loss")
+    return float(min(losses))
 
 
 def final(run: Run) -> Record:
@@ -144,10 +150,35 @@ def final(run: Run) -> Record:
     return run.final
 
 
+def last(run: Run, name: str) -> Float[Tensor, "*layers"]:
+    """A quantity of every layer at the end."""
+    if name not in final(run):
+        raise _incomplete(run, name)
+    values = json.dumps(final(run)[name]).replace("null", "NaN")
+    return torch.tensor(json.loads(values), dtype=torch.float64)
+
+
 def final_mean(run: Run, name: str) -> float:
     """Of a quantity over layers, at the end."""
-    values: list[float] = final(run)[name]
+    values: list[float] = last(run, name).tolist()
     return sum(values) / len(values)
+
+
+def exp(logarithm: float) -> float:
+    """A perplexity, or a ratio of two, whose square still is a number."""
+    return math.exp(min(logarithm, 300.0))
+
+
+def percent(logarithm: float) -> float:
+    """The change that a difference of two logarithms is."""
+    return 100 * math.expm1(min(logarithm, 300.0))
+
+
+def _incomplete(run: Run, name: str) -> InputError:
+    return InputError(
+        f"run {run.path or run.config.digest} ended without {name}.",
+        hint="it was changed or cut: train it again, or take it away.",
+    )
 
 
 def markdown(rows: Sequence[Row]) -> str:
@@ -183,7 +214,7 @@ def _row(sweep: Sweep, runs: Mapping[str, Run], setting: Setting, baseline: Sett
     if baseline is not None and baseline is not setting:
         for before, after in pairs(sweep, runs, baseline, setting):
             if not (before.has_diverged or after.has_diverged):
-                changes.append(100 * math.expm1(best_loss(after) - best_loss(before)))
+                changes.append(percent(best_loss(after) - best_loss(before)))
 
     def interval(value: Callable[[Run], float | None]) -> Interval:
         values = [value(run) for run in whole]
@@ -193,11 +224,9 @@ def _row(sweep: Sweep, runs: Mapping[str, Run], setting: Setting, baseline: Sett
         setting=setting,
         seeds=len(found),
         diverged=len(found) - len(whole),
-        perplexity=interval(lambda run: math.exp(best_loss(run))),
+        perplexity=interval(lambda run: exp(best_loss(run))),
         last=interval(_last_perplexity),
-        test=interval(
-            lambda run: math.exp(loss) if (loss := final(run).get("test_loss")) else None
-        ),
+        test=interval(lambda run: exp(loss) if (loss := final(run).get("test_loss")) else None),
         change=Interval.of(changes),
         accuracy=interval(lambda run: final(run).get("accuracy")),
         entropy=interval(lambda run: final_mean(run, "entropy")),
@@ -213,18 +242,16 @@ def _row(sweep: Sweep, runs: Mapping[str, Run], setting: Setting, baseline: Sett
 def _last_perplexity(run: Run) -> float | None:
     """On all of valid after the last step; None where it was scored but once."""
     (_, loss) = run.series("whole_valid_loss")[-1]
-    return math.exp(loss) if run.config.evaluations > 1 else None
+    return exp(loss) if run.config.evaluations > 1 else None
 
 
 def _quarter(run: Run, place: int) -> float:
     """ρ of a quarter of the tokens at the end, over layers."""
-    rho = torch.tensor(final(run)["rho"], dtype=torch.float64)
-    return rho.tensor_split(4, -1)[place].mean().item()
+    return last(run, "rho").tensor_split(4, -1)[place].mean().item()
 
 
 def participation(run: Run, name: str) -> float | None:
     """Of `rho` or `predicted_rho` at the end, over layers; None where it was not measured."""
     if name not in final(run):
         return None
-    rho = torch.tensor(final(run)[name], dtype=torch.float64)
-    return theory.participation(rho).mean().item()
+    return theory.participation(last(run, name)).mean().item()

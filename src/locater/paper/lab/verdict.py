@@ -9,7 +9,7 @@ from typing import Literal
 
 from locater.paper.lab.presets import Setting, Sweep
 from locater.paper.lab.run import Run
-from locater.paper.lab.summary import Interval, best_loss, ended, pairs, student
+from locater.paper.lab.summary import Interval, best_loss, ended, exp, pairs, percent, student
 
 Finding = Literal["lower", "higher", "equivalent", "undecided"]
 MARGIN = math.log(1.005)
@@ -44,7 +44,7 @@ class Comparison:
     def percent(self) -> tuple[float, float]:
         """The change of perplexity, and half its 95 % interval (not corrected)."""
         found = Interval.of(self.differences)
-        return 100 * math.expm1(found.mean), 100 * found.half * math.exp(found.mean)
+        return percent(found.mean), 100 * found.half * exp(found.mean)
 
     @property
     def sentence(self) -> str:
