@@ -278,7 +278,7 @@ def test_gguf_values_are_those_of_its_own_package(tmp_path: Path) -> None:
     with open_checkpoint(path) as checkpoint:
         assert checkpoint.format == "gguf"
         said = {"model_type": "llama", "num_attention_heads": 4, "rope_interleave": True}
-        assert checkpoint.config == said
+        assert checkpoint.config == said | {"rope_theta": 10_000.0}  # llama.cpp's default
         reader = gguf.GGUFReader(path)
         assert checkpoint.shapes.keys() == {tensor.name for tensor in reader.tensors}
         for tensor in reader.tensors:
@@ -304,7 +304,9 @@ def test_gguf_metadata_speaks_the_words_of_a_config(tmp_path: Path) -> None:
     assert gguf_config(said) == {
         "model_type": "qwen2",
         "num_attention_heads": 14,
+        "num_key_value_heads": [2, 1],
         "rope_theta": 1e6,
+        "rope_interleave": False,
         "rope_scaling": {
             "rope_type": "yarn",
             "factor": 4.0,

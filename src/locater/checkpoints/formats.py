@@ -593,25 +593,57 @@ _BLOCK = 1 << 18
 _LARGEST_HEADER = 1 << 28
 _KEPT = 4096  # entries of an array; vocabularies are longer and are passed over
 _FREQUENCIES = "rope_freqs.weight"
-_MODEL_TYPES = {"gptneox": "gpt_neox", "command-r": "cohere", "phi2": "phi"}
+_MODEL_TYPES = {
+    "command-r": "cohere", "gemma3": "gemma3_text", "gpt-oss": "gpt_oss", "gptneox": "gpt_neox",
+    "modern-bert": "modernbert", "phi2": "phi", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe",
+    "starcoder": "gpt_bigcode", "t5encoder": "t5",
+}  # fmt: skip
+"""What transformers calls an architecture, where llama.cpp has another name."""
 _CONSECUTIVE = (
-    "arcee", "baichuan", "bailingmoe", "chameleon", "cohere2", "command-r", "deci", "deepseek",
-    "ernie4_5", "ernie4_5-moe", "granite", "granitehybrid", "granitemoe", "internlm2", "llama",
-    "llama-embed", "llama4", "minicpm", "mistral3", "olmo", "orion", "smollm3", "xverse",
+    "arcee", "arctic", "baichuan", "bailingmoe", "chameleon", "chatglm", "cohere2", "command-r",
+    "deci", "deepseek", "deepseek2", "ernie4_5", "ernie4_5-moe", "glm4", "granite",
+    "granitehybrid", "granitemoe", "internlm2", "llada", "llama", "llama-embed", "llama4",
+    "maincoder", "minicpm", "mistral3", "neo-bert", "olmo", "plm", "smollm3", "xverse",
 )  # fmt: skip
-"""Architectures whose rotary pairs llama.cpp keeps side by side; all others have them in halves."""
+"""Architectures whose rotary pairs llama.cpp keeps side by side; others have them in halves."""
+_UNTURNED = (
+    "bert", "bloom", "clip", "gpt2", "gptj", "jais", "jamba", "jina-bert-v2", "mpt", "nemotron_h",
+    "nemotron_h_moe", "refact", "starcoder", "t5", "t5encoder",
+)  # fmt: skip
+"""Architectures that llama.cpp does not turn at all, whatever their metadata has."""
+_ALIBI = ("bloom", "jais", "jina-bert-v2", "mpt", "refact")
+_WINDOWED = {"cohere2": 4, "exaone4": 4, "gemma2": 2, "gemma3": 6, "gemma3n": 5, "gpt-oss": 2,
+             "llama4": 4, "olmo2": 4}  # fmt: skip
+"""Of so many layers one sees beyond the window, where the metadata does not say which."""
+_RENAMED = tuple(
+    (re.compile(ours), theirs)
+    for ours, theirs in (
+        (r"^(blk\.\d+)\.attn_(q|k)_norm\.", r"\1.\2_norm."),
+        (r"^(blk\.\d+)\.attn_sinks(?:\.weight)?$", r"\1.sinks"),
+        (r"^enc\.blk\.(\d+)\.attn_(q|k)\.", r"encoder.block.\1.layer.0.SelfAttention.\2."),
+        (r"^dec\.blk\.(\d+)\.attn_(q|k)\.", r"decoder.block.\1.layer.0.SelfAttention.\2."),
+        (r"^dec\.blk\.(\d+)\.cross_attn_(q|k)\.",
+         r"decoder.block.\1.layer.1.EncDecAttention.\2."),
+        (r"^(enc|dec)\.blk\.(\d+)\.attn_rel_b\.",
+         r"\1oder.block.\2.layer.0.SelfAttention.relative_attention_bias."),
+    )
+)  # fmt: skip
+"""Names of llama.cpp that a tensor has elsewhere: norms of queries and keys, sinks, T5."""
 _CONFIG = {
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim",
+    "attention.relative_buckets_count": "relative_attention_num_buckets",
     "attention.scale": "scaling",
     "attention.sliding_window": "sliding_window",
     "attn_logit_softcapping": "attn_logit_softcapping",
+    "attention.clamp_kqv": "clip_qkv",
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
     "rope.dimension_count": "rotary_dim",
     "rope.freq_base": "rope_theta",
+    "rope.freq_base_swa": "rope_local_base_freq",
 }
 
 
@@ -632,7 +664,8 @@ class GgufFile:
         self._source = source
         self._gguf = _package()
         reader = _Header(source)
-        self.metadata, self.entries = reader.parse(self._gguf)
+        self.metadata, entries = reader.parse(self._gguf)
+        self.entries = {_renamed(name): entry for name, entry in entries.items()}
         self.shapes: Mapping[str, tuple[int, ...]] = {
             name: entry.shape for name, entry in self.entries.items()
         }
@@ -678,12 +711,19 @@ class GgufFile:
         self._source.close()
 
 
+def _renamed(name: str) -> str:
+    for pattern, there in _RENAMED:
+        if pattern.search(name):
+            return pattern.sub(there, name)
+    return name
+
+
 def gguf_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """What the metadata says, in the words of `config.json`.
 
     >>> said = {"general.architecture": "qwen2", "qwen2.attention.head_count": 14}
-    >>> gguf_config(said)
-    {'model_type': 'qwen2', 'num_attention_heads': 14}
+    >>> gguf_config(said)["num_attention_heads"]
+    14
     """
     family = str(metadata.get("general.architecture", ""))
     config: dict[str, Any] = {"model_type": _MODEL_TYPES.get(family, family)}
@@ -691,20 +731,64 @@ def gguf_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
         value = metadata.get(f"{family}.{ours}")
         if isinstance(value, list) and len(set(map(str, value))) == 1:  # one for each layer
             value = value[0]
-        if value is not None and not isinstance(value, list):
+        if value is not None and ((value != [] and "window" not in ours) or isinstance(value, int)):
             config[theirs] = value
-    if family in _CONSECUTIVE:
-        config["rope_interleave"] = True
+    layers: Any = config.get("num_hidden_layers")
+    has_alibi = family in _ALIBI or (family == "baichuan" and layers == 40)
+    if has_alibi:
+        config["alibi"] = True
+    if has_alibi or family in _UNTURNED:
+        config = {key: value for key, value in config.items() if not key.startswith("ro")}
+    else:
+        config |= _gguf_rotary(metadata, family, config)
+    width, heads = (config.get(key, 0) for key in ("hidden_size", "num_attention_heads"))
+    if family in ("gemma3n", "gemma4"):
+        config.setdefault("scaling", 1.0)
+    elif (family, layers) in (("gemma2", 46), ("gemma3", 62)) and width and _is_count(heads):
+        config.setdefault("scaling", math.sqrt(heads / width))  # the 27B ones
+    return config
+
+
+def _gguf_rotary(
+    metadata: Mapping[str, Any], family: str, config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """How an architecture turns its queries and keys, and in which of its layers."""
+    found: dict[str, Any] = {"rope_theta": config.get("rope_theta", 10_000.0)}
+    found["rope_interleave"] = family in _CONSECUTIVE
     scaling = metadata.get(f"{family}.rope.scaling.type")
     if scaling in ("linear", "yarn"):
-        config["rope_scaling"] = {
+        found["rope_scaling"] = {
             "rope_type": scaling,
             "factor": metadata.get(f"{family}.rope.scaling.factor", 1.0),
             "original_max_position_embeddings": metadata.get(
                 f"{family}.rope.scaling.original_context_length"
             ),
         }
-    return config
+    layers = config.get("num_hidden_layers")
+    if not isinstance(layers, int) or not 0 < layers <= _KEPT:
+        return found
+    if family in ("gemma3", "gemma3n"):
+        found["rope_local_base_freq"] = config.get("rope_local_base_freq", 10_000.0)
+    window = config.get("sliding_window")
+    local = _gguf_windows(metadata, family, layers) if window else [False] * layers
+    if any(local):
+        kinds = ("full_attention", "sliding_attention")
+        found["layer_types"] = [kinds[is_local] for is_local in local]
+    if family in ("llama4", "smollm3"):
+        found["no_rope_layers"] = [int((layer + 1) % 4 != 0) for layer in range(layers)]
+    if family == "cohere2" or (family == "exaone4" and any(local)):
+        found["no_rope_layers"] = [int(is_local) for is_local in local]
+    return found
+
+
+def _gguf_windows(metadata: Mapping[str, Any], family: str, layers: int) -> list[bool]:
+    """Which layers see a window of keys alone."""
+    said = metadata.get(f"{family}.attention.sliding_window_pattern", _WINDOWED.get(family))
+    if isinstance(said, list) and len(said) == layers:
+        return [bool(is_local) for is_local in said]
+    if isinstance(said, int) and said > 1:
+        return [(layer + 1) % said != 0 for layer in range(layers)]
+    return [True] * layers
 
 
 def _package() -> ModuleType:
