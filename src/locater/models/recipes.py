@@ -92,7 +92,7 @@ _VIT = ("vit", "deit", "dinov2")
 _GGUF = Recipe(
     family="gguf", query="attn_q", key="attn_k", part="decoder", temperature=said_by_module
 )
-_GGUF_ALIBI = ("bloom", "jais", "jina-bert-v2", "mpt", "refact")
+_GGUF_ANY = replace(_GGUF, rotary="half if configured", position_bias="alibi")  # if configured
 _GPT2 = Recipe(family="gpt2", query="c_attn", part="decoder", temperature=_gpt2_temperature)
 _LIN = Recipe(family="q_lin", query="q_lin", key="k_lin", part="encoder")
 _DEBERTA = Recipe(
@@ -119,10 +119,8 @@ RECIPES: tuple[Recipe, ...] = (
     replace(_FUSED, model_types=("falcon",), rotary="half", position_bias="scaled alibi"),
     replace(_ROTARY, model_types=("modernbert",), query="Wqkv", key="", part="encoder"),
     replace(_GGUF, model_types=("llama",), rotary="interleaved"),  # llama.cpp reorders these heads
-    replace(_GGUF, model_types=_GGUF_ALIBI, position_bias="alibi"),
-    replace(_GGUF, model_types=_GGUF_ALIBI, position_bias="alibi", query="attn_qkv", key=""),
-    replace(_GGUF, rotary="half if configured", caveats=(NAMES_CAVEAT,)),
-    replace(_GGUF, query="attn_qkv", key="", rotary="half if configured", caveats=(NAMES_CAVEAT,)),
+    replace(_GGUF_ANY, caveats=(NAMES_CAVEAT,)),
+    replace(_GGUF_ANY, query="attn_qkv", key="", caveats=(NAMES_CAVEAT,)),
     # a bias by distance
     replace(_FUSED, model_types=("bloom",), position_bias="alibi"),
     replace(_T5, model_types=("t5", "mt5", "umt5", "switch_transformers"), temperature=unscaled),
