@@ -26,6 +26,7 @@ class Dense:
     queries: int = 0
     max_logit: float = -math.inf
     sink: list[float] = field(default_factory=list)
+    own: list[float] = field(default_factory=list)
     distance: list[float] = field(default_factory=list)
     gates: list[list[float]] = field(default_factory=list)
     attention: list[list[float]] = field(default_factory=list)
@@ -48,6 +49,7 @@ class Dense:
         weights = logits.softmax(0)
         self.entropy.append(attention_entropy(weights).item())
         self.sink.append(weights[0].item())
+        self.own.append(weights[visible == own_key].sum().item())
         self.distance.append((weights * (visible - own_key).abs()).sum().item())
         for key, gate, weight, logit in zip(
             visible.tolist(), propagates(logits), weights, logits, strict=True
@@ -81,13 +83,17 @@ def mean(values: list[float]) -> float:
 def assert_measures(
     records: list[MeasuredHead],
     truth: list[Dense],
+    profiles: list[Dense] | None = None,
     *,
     tolerance: float = FLOAT64,
     allow_no_place: bool = False,
 ) -> None:
-    """Each head's record says what the matrix says; queries may have no place among the keys."""
+    """Each head's record says what the matrix says; queries may have no place among the keys.
+
+    `profiles` is the truth over the rows whose numbers by key are taken, where it is another one.
+    """
     assert len(records) == len(truth)
-    for record, one in zip(records, truth, strict=True):
+    for record, one, by_key in zip(records, truth, profiles or truth, strict=True):
         assert (record.rows, record.queries) == (len(one.entropy), one.queries)
         pairs = {
             "entropy": (record.entropy, mean(one.entropy)),
@@ -97,12 +103,13 @@ def assert_measures(
         }
         if record.kind == "self" and not (allow_no_place and math.isnan(record.distance)):
             pairs["distance"] = (record.distance, mean(one.distance))
+            pairs["own_mass"] = (record.own_mass, mean(one.own))
         for name, (ours, theirs) in pairs.items():
             assert math.isclose(ours, theirs, rel_tol=tolerance, abs_tol=tolerance), name
         for ours, lists in (
-            (record.rho.rho, one.gates),
-            (record.attention, one.attention),
-            (record.logit_mean, one.logits),
+            (record.rho.rho, by_key.gates),
+            (record.attention, by_key.attention),
+            (record.logit_mean, by_key.logits),
         ):
             theirs = torch.tensor([mean(values) for values in lists], dtype=torch.float64)
             torch.testing.assert_close(
@@ -113,7 +120,7 @@ def assert_measures(
                 torch.tensor(values, dtype=torch.float64).var().item()
                 if len(values) > 1
                 else math.nan
-                for values in one.logits
+                for values in by_key.logits
             ],
             dtype=torch.float64,
         )

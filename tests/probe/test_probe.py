@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 import torch
 from tests.models.families import FAMILIES, built, watched
-from tests.probe.dense_attention import FLOAT32, assert_measures, dense, every_row, last_rows
+from tests.probe.dense_attention import (
+    FLOAT32,
+    Dense,
+    assert_measures,
+    dense,
+    every_row,
+    last_rows,
+)
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -68,15 +75,31 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("queries", ["last", "all"])
+WAYS: dict[str, dict[str, Any]] = {
+    "last": {"queries": "last"},
+    "all": {"queries": "all"},  # at once where that is possible, and by key the last query
+    "all, written out": {"queries": "all", "profiles": "all"},
+    "last, by key all": {"queries": "last", "profiles": "all"},
+}
+
+
+def truths(logits: Tensor, way: str) -> tuple[list[Dense], list[Dense]]:
+    """What should be found over the rows, and by key."""
+    rows = {"last": last_rows(logits), "all": every_row(logits)}
+    settings = WAYS[way]
+    profiles = settings.get("profiles", "last")
+    return dense(logits, rows[settings["queries"]]), dense(logits, rows[profiles])
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", CASES)
-def test_fused_attention_is_measured_as_if_it_were_materialized(case: str, queries: Any) -> None:
+def test_fused_attention_is_measured_as_if_it_were_materialized(case: str, way: str) -> None:
     settings = CASES[case]
     shared = 2 if settings.get("enable_gqa") else HEADS
     query = 3 * randn(BATCH, HEADS, TOKENS, HEAD)
     key, value = randn(2, BATCH, shared, TOKENS, HEAD, seed=1)
     model = Fused()
-    with Probe(model, queries=queries) as probe:
+    with Probe(model, **WAYS[way]) as probe:
         model(query, key, value, **settings)
     logits = logits_of(
         query,
@@ -85,37 +108,35 @@ def test_fused_attention_is_measured_as_if_it_were_materialized(case: str, queri
         settings.get("attn_mask"),
         settings.get("is_causal", False),
     )
-    rows = every_row(logits) if queries == "all" else last_rows(logits)
-    assert_measures(probe.records, dense(logits, rows))
+    assert_measures(probe.records, *truths(logits, way))
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("asked", "is_causal"), [(4, False), (4, True), (12, True)])
-def test_fewer_or_more_queries_than_keys(asked: int, is_causal: bool) -> None:
+def test_fewer_or_more_queries_than_keys(asked: int, is_causal: bool, way: str) -> None:
     query, key = randn(BATCH, HEADS, asked, HEAD), randn(BATCH, HEADS, TOKENS, HEAD, seed=1)
     model = Fused()
-    with Probe(model, queries="all") as probe:
+    with Probe(model, **WAYS[way]) as probe:
         model(query, key, key, is_causal=is_causal)
     logits = logits_of(query, key, HEAD**-0.5, None, is_causal)
     # the flag counts from the start; without it nobody knows which key is a query's own
-    truth = dense(logits, every_row(logits))
-    assert_measures(probe.records, truth, allow_no_place=not is_causal)
+    assert_measures(probe.records, *truths(logits, way), allow_no_place=not is_causal)
     assert math.isnan(probe.records[0].distance) == (not is_causal)
 
 
-@pytest.mark.parametrize("queries", ["last", "all"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("asked", [4, 16])
 def test_keys_of_other_tokens_that_are_padded_leave_every_query_asking(
-    asked: int, queries: Any
+    asked: int, way: str
 ) -> None:
     """Latents over a padded text: neither by the call nor by its mask are queries padding."""
     query, key = randn(BATCH, HEADS, asked, HEAD), randn(BATCH, HEADS, TOKENS, HEAD, seed=1)
     mask = (torch.arange(TOKENS) < torch.tensor([[3], [5], [TOKENS]]))[:, None, None]
     model = Fused()
-    with Probe(model, queries=queries) as probe:
+    with Probe(model, **WAYS[way]) as probe:
         model(query, key, key, attn_mask=mask)
     logits = logits_of(query, key, HEAD**-0.5, mask.expand(-1, 1, asked, -1), False)
-    rows = every_row(logits) if queries == "all" else last_rows(logits)
-    assert_measures(probe.records, dense(logits, rows), allow_no_place=True)
+    assert_measures(probe.records, *truths(logits, way), allow_no_place=True)
     assert math.isnan(probe.records[0].distance)
 
 
@@ -147,8 +168,8 @@ def test_random_queries_are_drawn_among_those_that_can_choose() -> None:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("queries", ["last", "all"])
-def test_padding_is_neither_asked_nor_counted(side: str, is_causal: bool, queries: Any) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_padding_is_neither_asked_nor_counted(side: str, is_causal: bool, way: str) -> None:
     lengths = [TOKENS, 5, 7]
     place = torch.arange(TOKENS)
     real = torch.stack([place < n if side == "right" else place >= TOKENS - n for n in lengths])
@@ -156,12 +177,13 @@ def test_padding_is_neither_asked_nor_counted(side: str, is_causal: bool, querie
     mask = mask & torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril() if is_causal else mask
     query, key = randn(2, BATCH, HEADS, TOKENS, HEAD)
     model = Fused()
-    with Probe(model, queries=queries) as probe:
+    with Probe(model, **WAYS[way]) as probe:
         model(query, key, key, attn_mask=mask)
     logits = logits_of(query, key, HEAD**-0.5, mask, False)
-    asking = [(b, q) for b in range(BATCH) for q in range(TOKENS) if real[b, q]]
-    rows = [max(row for row in asking if row[0] == b) for b in range(BATCH)]
-    assert_measures(probe.records, dense(logits, asking if queries == "all" else rows))
+    every = [(b, q) for b in range(BATCH) for q in range(TOKENS) if real[b, q]]
+    rows = {"all": every, "last": [max(row for row in every if row[0] == b) for b in range(BATCH)]}
+    found = dense(logits, rows[WAYS[way]["queries"]])
+    assert_measures(probe.records, found, dense(logits, rows[WAYS[way].get("profiles", "last")]))
 
 
 def test_some_random_queries_are_drawn_without_touching_the_global_generator() -> None:
@@ -183,7 +205,7 @@ def test_some_random_queries_are_drawn_without_touching_the_global_generator() -
 def test_rho_by_relative_position_counts_the_same_gates() -> None:
     query, key = randn(2, BATCH, HEADS, TOKENS, HEAD)
     model = Fused()
-    with Probe(model, queries="all") as probe:
+    with Probe(model, queries="all", profiles="all") as probe:
         model(2 * query, key, key, is_causal=True)
     logits = logits_of(2 * query, key, HEAD**-0.5, None, True)
     for head, record in enumerate(probe.records):
@@ -222,7 +244,10 @@ def test_a_familys_own_logits_are_measured(name: str, implementation: str) -> No
         model.set_attn_implementation("sdpa")  # type: ignore[operator]
     with torch.no_grad():
         plain = model(**inputs)
-        with Probe(model, queries="all") as probe:
+        with (
+            Probe(model, queries="all", profiles="all") as probe,
+            Probe(model, queries="all") as quick,
+        ):
             again = model(**inputs)
     assert probe.unseen == []
     assert len(probe.records) == sum(one.layout.heads for one in found)
@@ -232,14 +257,16 @@ def test_a_familys_own_logits_are_measured(name: str, implementation: str) -> No
         logits = seen[one.layout.name].logits
         assert logits is not None
         logits = logits.reshape(-1, one.layout.heads, *logits.shape[-2:])
-        if name == "gpt_oss":
-            logits = logits[..., :-1]  # the learned sink
         records = [record for record in probe.records if record.name == one.layout.name]
         assert [record.layer for record in records] == [one.layout.layer] * one.layout.heads
         # many write the eager softmax in float32: deeper layers of the two ways differ by that
         is_short = logits.dtype != torch.float64 or implementation == "sdpa"
         tolerance = FLOAT32 if is_short else 1e-9
-        assert_measures(records, dense(logits, every_row(logits)), tolerance=tolerance)
+        truth = dense(logits, every_row(logits))
+        assert_measures(records, truth, tolerance=tolerance)
+        at_once = [record for record in quick.records if record.name == one.layout.name]
+        by_key = dense(logits, last_rows(logits))
+        assert_measures(at_once, truth, by_key, tolerance=tolerance)
 
 
 PADDED = torch.tensor([[False] * 9, [False] * 6 + [True] * 3, [False] * 8 + [True]])
@@ -281,7 +308,7 @@ def test_torchs_own_attention_is_measured_on_every_path(
     with torch.set_grad_enabled(mode != "fast"):
         plain = module(*sides, need_weights=weights, **given)[0]
         _, attention = module(*sides, average_attn_weights=False, **given)
-        with Probe(module, queries="all") as probe:
+        with Probe(module, queries="all", profiles="all") as probe:
             again = module(*sides, need_weights=weights, **given)[0]
     assert torch.equal(plain, again)
     # logarithms of the weights are the logits up to a constant of each row
@@ -341,7 +368,7 @@ def test_keys_that_are_given_take_the_place_of_projected_ones() -> None:
             )[0]  # fmt: skip
 
     model = Given()
-    with Probe(model, queries="all") as probe:
+    with Probe(model, queries="all", profiles="all") as probe:
         model(tokens)
     query = (tokens @ weights[:8].mT).unflatten(-1, (2, 4)).permute(1, 2, 0, 3)
     logits = query @ fixed.unflatten(0, (BATCH, 2)).mT / 2

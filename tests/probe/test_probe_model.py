@@ -376,7 +376,8 @@ def test_metrics_are_plain_numbers_by_layer() -> None:
         model(randn(4, 6, 8))
     metrics = probe.metrics()
     names = (
-        "entropy min_entropy rho max_logit sink_mass distance similarity effective_rank residual"
+        "entropy min_entropy rho max_logit sink_mass own_mass distance "
+        "similarity effective_rank residual"
     )
     assert set(metrics) == {
         "locater/alarms",
@@ -671,7 +672,7 @@ def test_a_layers_number_means_its_self_attention() -> None:
 def test_one_mask_for_all_heads_in_the_batch() -> None:
     plain, other = Stack(1), Stack(1)
     band = (torch.arange(6)[:, None] - torch.arange(6)).abs() < 3
-    with Probe(plain, queries="all") as truth:
+    with Probe(plain, queries="all", profiles="all") as truth:
         plain(randn(3, 6, 8), band)
     query, key = (
         side(randn(3, 6, 8)).unflatten(-1, (2, -1)).transpose(1, 2).flatten(0, 1)
@@ -684,7 +685,7 @@ def test_one_mask_for_all_heads_in_the_batch() -> None:
             return inputs
 
     other.layers[0].__class__ = Merged
-    with Probe(other, queries="all") as probe:
+    with Probe(other, queries="all", profiles="all") as probe:
         other(randn(3, 6, 8), band[None])  # (1, queries, keys)
     for ours, theirs in zip(probe.records, truth.records, strict=True):
         assert ours.rows == theirs.rows

@@ -69,8 +69,10 @@ class MeasuredHead:
     """Mean attention by key position, of the rows that see the key."""
     sink_mass: float
     """Attention on the first key that the query sees."""
+    own_mass: float
+    """Attention on the query's own key; NaN in cross-attention, like the distance."""
     distance: float
-    """Σ p_j |t − j| with t the query's own position; NaN in cross-attention."""
+    """Σ p_j |t − j| with t the query's own position."""
     rows: int
     """Queries that see two keys or more, and can choose: those that the averages are over."""
     queries: int
@@ -112,6 +114,7 @@ class Probe(Recorder):
         model: nn.Module,
         *,
         queries: Literal["last", "all"] | int = "last",
+        profiles: Literal["last", "all"] | int | None = None,
         every: int = 1,
         when: When = "always",
         keep: int = 1 << 28,
@@ -123,14 +126,17 @@ class Probe(Recorder):
         """Look at `queries` of each sequence, in one of `every` forward passes of the model.
 
         `queries` is "last" as in the paper, "all", or a number of random ones, drawn anew for
-        every call from `generator`.  `when` limits it to the model's training or evaluation mode.
+        every call from `generator`.  `profiles` are those whose numbers by key (ρ, attention,
+        logits) are taken: the same, but of "all" the last, for these need every logit.  `when`
+        limits it to the model's training or evaluation mode.
         `keep` bytes of attention inputs in all are kept for `process`.  Logits that are NaN or
         infinite are an error that ends the pass; with `strict=False` an alarm, and not counted.
         """
-        _check(queries, every, when, keep)
+        profiles = ("last" if queries == "all" else queries) if profiles is None else profiles
+        _check(queries, profiles, every, when, keep)
         found, self.skipped = _discovered(model, recipes)
         super().__init__(model, found)
-        self.queries, self.every, self.when = queries, every, when
+        self.queries, self.profiles, self.every, self.when = queries, profiles, every, when
         self.generator = generator or torch.Generator().manual_seed(0)
         self._keep, self._keep_each = keep, keep // max(len(self.places), 1)
         self._strict = strict
@@ -249,7 +255,10 @@ class Probe(Recorder):
         with _no_autocast(logits.device):
             real = RealQueries.of(logits, is_self=is_self)
             try:
-                sums = tally(logits, self._chosen(logits, real), real=real)
+                chosen, others = self._chosen(self.queries, logits, real), None
+                if self.profiles != self.queries:
+                    others = self._chosen(self.profiles, logits, real)
+                sums = tally(logits, chosen, others, real=real)
                 if sums is None:
                     raise InputError(
                         "every measured row is masked, but for one key at most.",
@@ -275,10 +284,12 @@ class Probe(Recorder):
         self.now.results.setdefault(place.name, _Results(place)).add(_Results(place, sums))
         return real
 
-    def _chosen(self, logits: Logits, real: RealQueries) -> Literal["last", "all"] | Tensor:
+    def _chosen(
+        self, queries: Literal["last", "all"] | int, logits: Logits, real: RealQueries
+    ) -> Literal["last", "all"] | Tensor:
         """The queries to look at: random ones are drawn among those that may have a choice."""
-        if not isinstance(self.queries, int):
-            return self.queries
+        if not isinstance(queries, int):
+            return queries
         may = torch.ones(logits.shape[2], dtype=torch.bool)
         if real.is_real is not None:
             may = real.is_real.any(0).cpu()
@@ -287,7 +298,7 @@ class Probe(Recorder):
         places = may.nonzero()[:, 0] if bool(may.any()) else torch.arange(len(may))
         with self.lock:
             order = torch.randperm(len(places), generator=self.generator)
-        return places[order[: self.queries]].sort().values
+        return places[order[:queries]].sort().values
 
     def attention_ends(self, place: Place, tokens: Tensor, answers: list[RealQueries]) -> None:
         """Measure the tokens that an attention was given, and keep some of them."""
@@ -386,7 +397,7 @@ class _Results:
         if sums is None:
             return []
         logit_mean, squares = sums.logits.mean.cpu(), sums.logits_squared.cpu()
-        rows = sums.logits.weights.cpu()
+        rows, is_self = sums.logits.weights.cpu(), 1 if place.kind == "self" else math.nan
         variance = (squares / rows - logit_mean**2).clamp_min(0) * rows / (rows - 1)
         values: dict[str, Any] = {
             "entropy": sums.entropy.mean.tolist(),
@@ -400,7 +411,8 @@ class _Results:
             "logit_variance": torch.where(rows > 1, variance, torch.nan),
             "attention": sums.attention.mean.cpu(),
             "sink_mass": sums.sink.mean.tolist(),
-            "distance": (sums.distance.mean * (1 if place.kind == "self" else math.nan)).tolist(),
+            "own_mass": (sums.own.mean * is_self).tolist(),
+            "distance": (sums.distance.mean * is_self).tolist(),
             "rows": [round(count) for count in sums.entropy.weights.tolist()],
             "queries": [round(count) for count in sums.queries.tolist()],
         }
@@ -435,6 +447,7 @@ class _Results:
                 "rho": mean(head.rho.rho.nanmean().item() for head in heads),
                 "max_logit": max(head.max_logit for head in heads),
                 "sink_mass": mean(head.sink_mass for head in heads),
+                "own_mass": mean(head.own_mass for head in heads),
                 "distance": mean(head.distance for head in heads),
             }
         names = ("similarity", "effective_rank", "residual") if rank is not None else ()
@@ -488,13 +501,14 @@ def _on(thing: Any, device: torch.device) -> Any:
     return thing.to(device) if isinstance(thing, Tensor) else thing
 
 
-def _check(queries: object, every: int, when: str, keep: int) -> None:
-    is_count = isinstance(queries, int) and not isinstance(queries, bool) and queries > 0
-    if queries not in ("last", "all") and not is_count:
-        raise ConfigError(
-            f"queries must be 'last', 'all' or a positive number, got {queries!r}.",
-            hint="'last' is the paper's choice.",
-        )
+def _check(queries: object, profiles: object, every: int, when: str, keep: int) -> None:
+    for name, value in (("queries", queries), ("profiles", profiles)):
+        is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        if value not in ("last", "all") and not is_count:
+            raise ConfigError(
+                f"{name} must be 'last', 'all' or a positive number, got {value!r}.",
+                hint="'last' is the paper's choice.",
+            )
     if every < 1:
         raise ConfigError(f"every must be 1 or more, got {every}.", hint="1 measures each pass.")
     if keep < 0:

@@ -1,14 +1,17 @@
-"""What rows of attention do (entropy, ρ, logits, distance), a few at a time: never T × T.
+"""What rows of attention do (entropy, ρ, logits, distance): never T × T.
 
-A row is one query of one sequence; its logits are those of the model's own call.
+A row is one query of one sequence; its logits are those of the model's own call.  Rows are written
+out a few at a time; what needs no single logit is had of all rows from one more fused attention,
+whose values are the keys (`fused_rows`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from functools import reduce
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -38,6 +41,10 @@ class ScoredKeys:
     """Keys after those of the tokens, which belong to no token."""
     is_self: bool | None = None
     """Whether queries and keys come from the same tokens; None where the call does not say."""
+    score_mod: Callable[..., Tensor] | None = None
+    """As flex_attention takes it: (logit, sequence, head, query, key) to the logit in its place."""
+    mask_mod: Callable[..., Tensor] | None = None
+    """As flex_attention takes it: whether (sequence, head, query, key) is visible."""
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -58,35 +65,97 @@ class ScoredKeys:
         """
         dtype = torch.float64 if self.query.dtype == torch.float64 else torch.float32
         query = self.query[sequences].index_select(2, queries).to(dtype)
-        reach = int(queries.max()) + 1 if self.is_causal else self.key.shape[2]
+        reach = self.reach(queries)
         key = self.key[sequences][:, :, :reach].to(dtype)  # none of them sees further
         shared = key.shape[1]
         grouped = query.unflatten(1, (shared, -1)).flatten(2, 3)  # a key head's queries together
         logits = (grouped @ key.mT).view(*query.shape[:3], -1).mul_(self.scale)
-        visible: Tensor | None = None
-        if self.is_causal:
-            keys = torch.arange(logits.shape[-1], device=logits.device)
-            visible = (keys <= queries[:, None])[None, None]
+        if self.score_mod is not None:
+            logits = self.score_mod(logits, *self._places(sequences, queries, reach)).to(dtype)
         for mask in self.masks:
-            part = _four_axes(mask)[..., :reach]
-            part = part if part.shape[0] == 1 else part[sequences]
-            part = part if part.shape[2] == 1 else part.index_select(2, queries)
-            shown = part if part.dtype == torch.bool else part > MASKED
-            logits = logits if part.dtype == torch.bool else logits + part.to(dtype)
-            visible = shown if visible is None else shown & visible
+            if mask.dtype != torch.bool:
+                logits = logits + _part(mask, sequences, queries)[..., :reach].to(dtype)
+        visible = self.visible(sequences, queries)
         if visible is not None:
-            logits = logits.masked_fill_(~visible, -torch.inf)
+            logits = logits.masked_fill(~visible, -torch.inf)
         return logits, visible
+
+    def reach(self, queries: Int[Tensor, " rows"]) -> int:
+        """The keys up to the last that a causal flag lets any of these queries see."""
+        keys = self.key.shape[2]
+        return min(int(queries.max()) + 1, keys) if self.is_causal else keys
+
+    def visible(
+        self, sequences: slice | Int[Tensor, " some"], queries: Int[Tensor, " rows"]
+    ) -> Visible:
+        """Which keys, up to their reach, these queries see; None if they see all of them."""
+        reach, shown = self.reach(queries), list[Tensor]()
+        if self.is_causal:
+            keys = torch.arange(reach, device=self.device)
+            shown.append((keys <= queries[:, None])[None, None])
+        for mask in self.masks:
+            part = _part(mask, sequences, queries)[..., :reach]
+            shown.append(part if part.dtype == torch.bool else part > MASKED)
+        if self.mask_mod is not None:
+            shown.append(self._by_mod(sequences, queries, reach))
+        return reduce(torch.Tensor.logical_and, shown) if shown else None
+
+    def _by_mod(
+        self, sequences: slice | Int[Tensor, " some"], queries: Tensor, reach: int
+    ) -> Bool[Tensor, "#batch #heads #rows keys"]:
+        """What `mask_mod` shows, whichever of its arguments it looks at."""
+        assert self.mask_mod is not None
+        shown = self.mask_mod(*self._places(sequences, queries, reach))
+        return shown.expand(torch.broadcast_shapes(shown.shape, (1, 1, 1, reach)))
+
+    def _places(
+        self, sequences: slice | Int[Tensor, " some"], queries: Tensor, reach: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Sequence, head, query and key of a block of rows, as the functions of flex take them."""
+        batch = torch.arange(self.query.shape[0], device=self.device)[sequences]
+        heads = torch.arange(self.query.shape[1], device=self.device)
+        keys = torch.arange(reach, device=self.device)
+        return batch[:, None, None, None], heads[:, None, None], queries[:, None], keys
 
     def real_keys(self) -> Bool[Tensor, "batch keys"] | None:
         """Keys that some query sees; None where all are: the others are padding."""
+        batch, _, queries, keys = self.shape
         real: Tensor | None = None
         for mask in self.masks:
-            four = _four_axes(mask)
+            four = mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
             shown = four.any(2) if four.dtype == torch.bool else four.amax(2) > MASKED
-            part = shown.any(1).expand(self.query.shape[0], self.key.shape[2])
+            part = shown.any(1).expand(batch, keys)
+            real = part if real is None else real & part
+        if self.mask_mod is not None:
+            part = torch.zeros(batch, keys, dtype=torch.bool, device=self.device)
+            step = max(1, BLOCK // (keys * batch * self.shape[1]))
+            for rows in torch.arange(queries, device=self.device).split(step):
+                part |= self._by_mod(slice(None), rows, keys).any(2).any(1)
             real = part if real is None else real & part
         return None if real is None or bool(real.all()) else real
+
+    def head(self, head: int) -> ScoredKeys:
+        """The same attention of one head alone."""
+        key = head * self.key.shape[1] // self.query.shape[1]
+        masks = [
+            one if one.ndim < 3 or one.shape[-3] == 1 else one[..., head : head + 1, :, :]
+            for one in self.masks
+        ]
+        mods: dict[str, Any] = {}
+        if self.mask_mod is not None:
+            mods["mask_mod"] = lambda b, h, q, k, mod=self.mask_mod: mod(b, h + head, q, k)
+        if self.score_mod is not None:
+            mods["score_mod"] = lambda s, b, h, q, k, mod=self.score_mod: mod(s, b, h + head, q, k)
+        query, keys = self.query[:, head : head + 1], self.key[:, key : key + 1]
+        return replace(self, query=query, key=keys, masks=tuple(masks), **mods)
+
+    @property
+    def only_hides(self) -> bool:
+        """Whether masks hide keys or leave their logits as they are, which are q · k then."""
+        kinds = [one for one in self.masks if one.dtype != torch.bool]
+        return self.score_mod is None and all(
+            bool(((one == 0) | (one <= MASKED)).all()) for one in kinds
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +163,8 @@ class SoftmaxInput:
     """Logits that a model writes out itself, as they enter its softmax."""
 
     logits: Float[Tensor, "batch heads queries keys"]
+    extra: int = 0
+    """Keys after those of the tokens, which belong to no token: learned sinks."""
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -147,7 +218,7 @@ class RealQueries:
             return cls()
         _, _, queries, keys = attention.shape
         is_causal = isinstance(attention, ScoredKeys) and attention.is_causal
-        keys -= attention.extra if isinstance(attention, ScoredKeys) else 0
+        keys -= attention.extra
         real = attention.real_keys()
         if real is not None and queries < keys:
             used = real[:, :keys].any(0).nonzero()
@@ -157,8 +228,11 @@ class RealQueries:
         return cls(first, own if own is None or own.shape[1] == queries else None)
 
 
-def _four_axes(mask: Tensor) -> Tensor:
-    return mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
+def _part(mask: Tensor, sequences: slice | Tensor, queries: Tensor) -> Tensor:
+    """A mask's part for some sequences and queries, where it tells them apart."""
+    part = mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
+    part = part if part.shape[0] == 1 else part[sequences]
+    return part if part.shape[2] == 1 else part.index_select(2, queries)
 
 
 BINS = 20
@@ -185,7 +259,7 @@ class Ratio:
     @classmethod
     def of(cls, values: Float[Tensor, "batch ..."], weights: Float[Tensor, "_ ..."]) -> Ratio:
         """Sum over the sequences of a batch."""
-        values = values.to(_exact(values))
+        values = values.to(_exact(values.device))
         weights = weights.to(values.dtype).expand(values.shape)
         return cls(
             values.sum(0),
@@ -243,6 +317,7 @@ class Tally:
     log_keys: Ratio
     """ln T of the rows: the largest entropy they could have."""
     sink: Ratio
+    own: Ratio
     distance: Ratio
     queries: Float[Tensor, " heads"]
     """Rows, and the queries that see one key alone."""
@@ -267,53 +342,75 @@ Queries = Literal["last", "all"] | Int[Tensor, " rows"]
 def tally(
     attention: Logits,
     queries: Queries = "last",
+    profiles: Queries | None = None,
     *,
     real: RealQueries | None = None,
     block: int = BLOCK,
 ) -> Tally | None:
     """Measure rows of an attention in O(T · block) memory; None if none of them can choose.
 
-    "last" is every sequence's last query that is not padding.  Rows that see fewer than two keys
+    "last" is every sequence's last query that is not padding.  Numbers by key are those of the rows
+    `profiles`, which are `queries` where none are given.  Rows that see fewer than two keys
     have nothing to choose and are not counted, but for `queries` and the largest logit.
 
     Paper: Definition 1 for ρ, Section 5 for the entropy.
     """
-    _, heads, _, keys = attention.shape
+    keys = attention.shape[3]
     if keys < 2:
         raise InputError(
             f"attention over {keys} key has nothing to choose.", hint="give at least 2 tokens."
         )
     real = real or RealQueries.of(attention)
-    total: Tally | None = None
-    for sequences, rows in _plan(queries, real.is_real, attention.shape):
-        for part in _parts(sequences, rows, heads * keys, block):
-            found = _measured(attention, real, *part)
-            if total is None:
-                total = found
-            else:
-                total.add(found)
-    if total is None or not bool((total.entropy.weights > 0).any()):
+    chosen = queries if profiles is None else profiles
+    found = _in_blocks(attention, chosen, real, block)
+    if found is None:
         return None
-    if isinstance(queries, str) and queries == "last":
-        return total
-    last = tally(attention, "last", real=real, block=block)
-    nothing = total.gates.values.new_zeros(1, heads, keys)
-    total.last_gates = last.last_gates if last else Ratio.of(nothing, nothing)
-    return total
+    last = found
+    if not isinstance(chosen, str) or chosen != "last":
+        last = _in_blocks(attention, "last", real, block) or found
+    found["last_gates"] = replace(last["gates"])
+    if profiles is not None:
+        is_all = isinstance(queries, str) and queries == "all"
+        whole = _at_once(attention, real, block) if is_all else None
+        found |= whole or _in_blocks(attention, queries, real, block, by_key=False) or {}
+    return Tally(**found) if bool((found["entropy"].weights > 0).any()) else None
 
 
-def largest_logits(attention: Logits, *, block: int = BLOCK) -> Float[Tensor, " heads"]:
-    """Each head's largest logit over all queries and the keys that they see, in blocks."""
+def largest_logits(
+    attention: Logits,
+    bounds: Float[Tensor, "batch heads queries"] | None = None,
+    *,
+    block: int = BLOCK,
+) -> Float[Tensor, " heads"]:
+    """Each head's largest logit over all queries and the keys that they see, in blocks.
+
+    Rows with bounds are looked at while they may hold a larger one, and not at all if theirs
+    is -inf.
+    """
     batch, heads, queries, keys = attention.shape
-    parts = _parts(torch.arange(batch), torch.arange(queries), heads * keys, block)
-    device = attention.device
-    return torch.stack(
-        [
-            attention.rows(sequences.to(device), some.to(device))[0].amax((0, 2, 3))
-            for sequences, rows in parts
-            for some in rows
+    if isinstance(attention, ScoredKeys) and heads > 1:
+        every = [None] * heads if bounds is None else bounds.split(1, 1)
+        by_head = [
+            largest_logits(attention.head(one), every[one], block=block) for one in range(heads)
         ]
-    ).amax(0)
+        return torch.cat(by_head)
+    if bounds is not None:  # what is no number is looked at
+        bounds = bounds.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    device, pieces = attention.device, list[tuple[float, Tensor, Tensor]]()
+    everything = torch.arange(batch), torch.arange(queries)
+    for sequences, parts in _parts(*everything, heads * keys, block):
+        for rows in parts:
+            top = math.inf if bounds is None else bounds[sequences][:, :, rows].max().item()
+            pieces.append((top, sequences, rows))
+    largest = torch.full((heads,), -torch.inf, dtype=_exact(attention.device), device=device)
+    for top, sequences, rows in sorted(pieces, key=lambda one: -one[0]):
+        if bounds is not None and top <= largest.min():
+            break
+        found = attention.rows(sequences.to(device), rows.to(device))[0].amax(-1)
+        if bounds is not None:
+            found = found.masked_fill(bounds[sequences][:, :, rows] == -torch.inf, -torch.inf)
+        largest = torch.maximum(largest, found.amax((0, 2)))
+    return largest
 
 
 def _plan(
@@ -344,39 +441,268 @@ def _parts(
         yield some, list(rows.split(affordable))
 
 
+def _in_blocks(
+    attention: Logits, queries: Queries, real: RealQueries, block: int, *, by_key: bool = True
+) -> dict[str, Any] | None:
+    """The fields of a `Tally` over these rows, which are written out in blocks."""
+    total: dict[str, Any] = {}
+    per_row = attention.shape[1] * attention.shape[3]
+    for sequences, rows in _plan(queries, real.is_real, attention.shape):
+        for some, pieces in _parts(sequences, rows, per_row, block):
+            _add(total, _measured(attention, real, some, pieces, by_key=by_key))
+    return total or None
+
+
+def _add(total: dict[str, Any], more: dict[str, Any]) -> None:
+    """Take in other sequences."""
+    for name, value in more.items():
+        if name not in total:
+            total[name] = value
+        elif isinstance(value, Ratio):
+            total[name].add(value)
+        else:
+            largest = name == "max_logit"
+            total[name] = (
+                torch.maximum(total[name], value) if largest else added(total[name], value)
+            )
+
+
 def _measured(
-    attention: Logits, real: RealQueries, sequences: Tensor, pieces: list[Tensor]
-) -> Tally:
+    attention: Logits, real: RealQueries, sequences: Tensor, pieces: list[Tensor], *, by_key: bool
+) -> dict[str, Any]:
     """Sum over all pieces of these sequences' rows, then over the sequences."""
     start = int(sequences[0])
     where: slice | Tensor = slice(start, start + len(sequences))
     if int(sequences[-1]) - start + 1 != len(sequences):
         where = sequences.to(attention.device)
-    sums, top = _row_sums(attention, real, where, pieces[0].to(attention.device))
-    for piece in pieces[1:]:
-        more, highest = _row_sums(attention, real, where, piece.to(attention.device))
-        sums = {name: sums[name] + more[name] for name in sums}
-        top = torch.maximum(top, highest)
-    shown, rows = sums["shown"], sums["rows"]
-    gates = Ratio.of(sums["gates"], shown)
-    return Tally(
-        gates=gates,
-        gates_by_theta=Ratio.of(sums["theta_gates"], sums["theta_shown"]),
-        last_gates=replace(gates),
-        attention=Ratio.of(sums["attention"], shown),
-        logits=Ratio.of(sums["logits"], shown),
-        logits_squared=sums["squares"].to(_exact(shown)).sum(0),
-        entropy=Ratio.of(sums["entropy"], rows),
-        log_keys=Ratio.of(sums["log_keys"], rows),
-        sink=Ratio.of(sums["sink"], rows),
-        distance=Ratio.of(sums["distance"], rows),
-        queries=sums["queries"].to(_exact(top)).sum(0),
-        max_logit=top.to(_exact(top)),
+    sums: dict[str, Tensor] = {}
+    top = torch.tensor(-torch.inf)
+    for piece in pieces:
+        more, highest = _row_sums(attention, real, where, piece.to(attention.device), by_key=by_key)
+        sums = {name: sums[name] + part for name, part in more.items()} if sums else more
+        top = torch.maximum(top.to(highest), highest)
+    found = _over_sequences(sums) | {"max_logit": top.to(_exact(top.device))}
+    if not by_key:
+        return found
+    shown = sums["shown"]
+    return found | {
+        "gates": Ratio.of(sums["gates"], shown),
+        "gates_by_theta": Ratio.of(sums["theta_gates"], sums["theta_shown"]),
+        "attention": Ratio.of(sums["attention"], shown),
+        "logits": Ratio.of(sums["logits"], shown),
+        "logits_squared": sums["squares"].to(_exact(shown.device)).sum(0),
+    }
+
+
+def _over_sequences(sums: dict[str, Tensor]) -> dict[str, Any]:
+    """Fields of a `Tally` from a row's numbers, summed by sequence and head."""
+    names = ("entropy", "log_keys", "sink", "own", "distance")
+    ratios: dict[str, Any] = {name: Ratio.of(sums[name], sums["rows"]) for name in names}
+    return ratios | {"queries": sums["queries"].to(_exact(sums["queries"].device)).sum(0)}
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Numbers of single rows, by sequence, head and query."""
+
+    count: Int[Tensor, "#batch #heads rows"]
+    """The keys that a row sees; 0 for padding."""
+    entropy: Float[Tensor, "batch heads rows"]
+    sink: Float[Tensor, "batch heads rows"]
+    """Attention on the first key that the row sees."""
+    own: Float[Tensor, "batch heads rows"]
+    """Attention on the query's own key; NaN where it has none, like the distance."""
+    distance: Float[Tensor, "batch heads rows"]
+    top: Float[Tensor, "batch heads rows"]
+    """The largest logit, or a bound of it; -inf for a row that sees nothing."""
+
+    def sums(self) -> dict[str, Tensor]:
+        """Over the rows that can choose."""
+        counted = self.count >= 2
+
+        def total(values: Tensor) -> Tensor:
+            return torch.where(counted, values, 0).sum(2)
+
+        ones = torch.ones_like(self.entropy)
+        log_keys = self.count.clamp_min(1).to(_exact(ones.device)).log()
+        return {
+            "queries": (ones * (self.count >= 1)).sum(2),
+            "rows": total(ones),
+            "log_keys": total(log_keys * ones),
+            **{name: total(getattr(self, name)) for name in ("entropy", "sink", "own", "distance")},
+        }
+
+
+def _at_once(attention: Logits, real: RealQueries, block: int) -> dict[str, Any] | None:
+    """The fields of a `Tally` that need no single logit, over all rows; None if they cannot be had.
+
+    The largest logit does need them, but of no row whose denominator is below it.
+    """
+    if not (isinstance(attention, ScoredKeys) and is_fusable(attention)):
+        return None
+    total, bounds = dict[str, Any](), list[Tensor]()
+    together = max(1, _TOGETHER // max(attention.query[:1].numel(), 1))
+    for start in range(0, attention.shape[0], together):
+        rows = fused_rows(attention, real, slice(start, start + together))
+        _add(total, _over_sequences(rows.sums()))
+        bounds.append(rows.top)
+    total["max_logit"] = largest_logits(attention, torch.cat(bounds), block=block)
+    return total
+
+
+def is_fusable(attention: ScoredKeys) -> bool:
+    """Whether one more fused attention says what all rows do: logits are q · k, or hidden."""
+    return attention.device.type in ("cpu", "cuda") and attention.only_hides
+
+
+_TOGETHER = 1 << 22  # numbers of queries, or of a mask, at a time
+
+
+def fused_rows(attention: ScoredKeys, real: RealQueries, sequences: slice) -> Rows:
+    """Numbers of all rows of some sequences, from a fused attention whose values are the keys.
+
+    The entropy of a row is the logarithm of its softmax's denominator less its mean logit, which
+    is q · E[k]: exact, in memory that grows with T.  One more column of the values holds the keys'
+    places.  Where keys follow the query's own, a second attention, over those up to it, tells
+    distances ahead from those behind.
+    """
+    _, heads, queries, keys = attention.shape
+    is_masked = bool(attention.masks) or attention.mask_mod is not None
+    is_masked |= bool(real.first_key) and not attention.is_causal  # no flag says "up to its own"
+    step = queries
+    if is_masked:
+        by_head = [one.shape[-3] if one.ndim > 2 else 1 for one in attention.masks]
+        by_head += [heads] if attention.mask_mod is not None else [1]
+        step = max(64, _TOGETHER // (keys * len(attention.query[sequences]) * max(by_head)))
+    parts = [
+        _fused_part(attention, real, sequences, slice(start, start + step), is_masked)
+        for start in range(0, queries, step)
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    return Rows(
+        *(torch.cat([getattr(one, part.name) for one in parts], 2) for part in fields(Rows))
     )
 
 
+def _fused_part(
+    attention: ScoredKeys, real: RealQueries, sequences: slice, queries: slice, is_masked: bool
+) -> Rows:
+    query = attention.query[sequences, :, queries]
+    query = query if query.dtype == torch.float64 else query.float()
+    index = torch.arange(attention.shape[2], device=query.device)[queries]
+    reach = attention.reach(index) if is_masked else attention.shape[3]
+    key = attention.key[sequences, :, :reach].to(query.dtype)
+    middle = key.mean(2, keepdim=True)  # attention does not see it, and rounding does
+    seen = _Seen.of(attention, real, sequences, index, reach, is_masked)
+    width, own, scale = query.shape[-1], seen.own, attention.scale
+    query, key = (functional.pad(one, (0, 8 - width % 8)) for one in (query, key - middle))
+    value = key.clone()
+    value[..., width] = torch.arange(reach, dtype=key.dtype, device=key.device) / reach
+    mean, denominator = _kernel(query, key, value, scale, seen.visible, seen.is_causal)
+    distance = own - reach * mean[..., width]
+    mean[..., width] = 0
+    entropy = denominator - scale * _dot(query, mean)
+    sink = (scale * _dot(query, _picked(key, seen.first, query.shape[1])) - denominator).exp()
+    mine = key[:, :, own[0] : own[-1] + 1]
+    if mine.shape[2] < len(own):
+        mine = functional.pad(mine, (0, 0, 0, len(own) - mine.shape[2]))
+    mine = (scale * _dot(query, mine) - denominator).exp() * seen.sees_own
+    if seen.looks_ahead and real.first_key is not None:
+        behind, is_causal = seen.behind, seen.behind is None
+        some, part = _kernel(query, key, value, scale, behind, is_causal)
+        share = (part - denominator).exp() * (True if behind is None else behind.any(-1))
+        distance = 2 * share * (own - reach * some[..., width]) - distance
+    count = seen.count
+    if real.is_real is not None:
+        count = count * real.is_real[sequences, queries][:, None]
+    bound = denominator + scale * _dot(query[..., :width], middle)
+    bound = torch.where(count >= 1, bound + 1e-5 * (1 + bound.abs()), -torch.inf)
+    known = math.nan if real.first_key is None else 1
+    return Rows(count, entropy.clamp_min(0), sink, mine * known, distance * known, bound)
+
+
+@dataclass(frozen=True, eq=False)
+class _Seen:
+    """Which keys a block of queries sees."""
+
+    own: Int[Tensor, " rows"]
+    count: Int[Tensor, "#batch #heads rows"]
+    sees_own: Bool[Tensor, "#batch #heads rows"]
+    first: Int[Tensor, "#batch #heads #rows"]
+    looks_ahead: bool
+    """Whether any sees a key after its own."""
+    is_causal: bool = False
+    visible: Visible = None
+    behind: Visible = None
+    """Of the visible keys those up to the query's own; None for all up to it."""
+
+    @classmethod
+    def of(
+        cls,
+        attention: ScoredKeys,
+        real: RealQueries,
+        sequences: slice,
+        index: Tensor,
+        reach: int,
+        is_masked: bool,
+    ) -> _Seen:
+        own, place = index + (real.first_key or 0), torch.arange(reach, device=index.device)
+        if not is_masked:
+            causal, nothing = attention.is_causal, index.new_zeros(1, 1, 1)
+            count = (index + 1).clamp_max(reach) if causal else torch.full_like(index, reach)
+            return cls(
+                own, count[None, None], (own < reach)[None, None], nothing, not causal, causal
+            )
+        shown = attention.visible(sequences, index)
+        shown = (place >= 0)[None, None, None] if shown is None else shown
+        shown = shown.expand(-1, -1, len(index), -1)
+        sees_own = _at(shown, own.clamp_max(reach - 1)) & (own < reach)
+        behind = shown & (place <= own[:, None])
+        ahead = not torch.equal(behind, shown)
+        first = shown.to(torch.uint8).argmax(-1)
+        return cls(own, shown.sum(-1), sees_own, first, ahead, False, shown, behind)
+
+
+def _dot(query: Tensor, key: Tensor) -> Tensor:
+    """Every query with its key; key heads, and their rows, may be fewer."""
+    grouped = query.unflatten(1, (key.shape[1], -1))
+    if key.shape[2] == 1:
+        return (grouped @ key[:, :, None].mT)[..., 0].flatten(1, 2)
+    return torch.einsum("bkgrd,bkrd->bkgr", grouped, key).flatten(1, 2)
+
+
+def _picked(key: Tensor, index: Tensor, heads: int) -> Tensor:
+    """Every row's key, by key head; by head where rows of one group differ."""
+    if index.shape[1] > 1:
+        key = key.repeat_interleave(heads // key.shape[1], 1)
+    places = index.expand(*key.shape[:2], -1)[..., None].expand(-1, -1, -1, key.shape[-1])
+    return key.gather(2, places)
+
+
+def _kernel(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, visible: Visible, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """A fused attention's output, and the logarithm of each row's denominator."""
+    mask = None
+    if visible is not None:  # its rows are a multiple of 16 apart, as the kernels of CUDA ask
+        spare = -visible.shape[-1] % 16
+        hidden = functional.pad(~visible, (0, spare))
+        mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device)
+        mask = mask.masked_fill_(hidden, -torch.inf)[..., : visible.shape[-1]]
+    if query.device.type == "cpu":
+        fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return fused(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)
+    shape = (*query.shape[:3], key.shape[2])
+    key, value = (one.repeat_interleave(shape[1] // one.shape[1], 1) for one in (key, value))
+    mask = None if mask is None else mask.expand(shape)
+    fused = torch.ops.aten._scaled_dot_product_efficient_attention
+    output, denominator, *_ = fused(query, key, value, mask, True, 0.0, is_causal, scale=scale)
+    return output, denominator[..., : shape[2]]
+
+
 def _row_sums(
-    attention: Logits, real: RealQueries, where: slice | Tensor, queries: Tensor
+    attention: Logits, real: RealQueries, where: slice | Tensor, queries: Tensor, *, by_key: bool
 ) -> tuple[dict[str, Tensor], Tensor]:
     """What these rows add up to, by sequence and head, and each head's largest logit."""
     logits, shown = attention.rows(where, queries)
@@ -393,34 +719,46 @@ def _row_sums(
     if shown is not None or real.is_real is not None:
         filled = logits.masked_fill(~visible, 0)
         weights = weights if bool(counted.all()) else weights * counted[..., None]
-        entropy = torch.where(counted, entropy, 0)
         top = torch.where(count >= 1, top, -torch.inf)
+    place, known = queries + (real.first_key or 0), math.nan if real.first_key is None else 1
+    away = (place[:, None] - torch.arange(keys, device=logits.device)).abs().to(logits.dtype)
+    first = visible.to(torch.uint8).argmax(-1)
+    rows = Rows(
+        count,
+        entropy,
+        _at(weights, first),
+        _at(weights, place.clamp_max(keys - 1)) * (place < keys) * known,
+        (weights * away).sum(-1) * known,
+        top,
+    )
+    sums = rows.sums()
+    if by_key:
+        sums |= _key_sums(filled, weights, visible, torch.where(counted, count, 0), attention.shape)
+    return sums, top.amax((0, 2))
+
+
+def _at(weights: Tensor, key: Tensor) -> Tensor:
+    """Every row's weight on one key."""
+    return weights.gather(-1, key[..., None].expand(*weights.shape[:-1], 1))[..., 0]
+
+
+def _key_sums(
+    logits: Tensor, weights: Tensor, visible: Tensor, count: Tensor, shape: tuple[int, ...]
+) -> dict[str, Tensor]:
+    """What rows that can choose add up to by key, and by the key's place among those they see."""
     # Definition 1 on the keys that the query sees: 0 <= (ω_i − mean ω + 1)/T <= 1
-    score = filled - ((filled.sum(-1) / count.clamp_min(1)) - 1)[..., None]
+    score = logits - ((logits.sum(-1) / count.clamp_min(1)) - 1)[..., None]
     gates = (score >= 0) & (score <= count[..., None]) & visible
-    place = (queries + (real.first_key or 0))[:, None] - torch.arange(keys, device=logits.device)
-    place = place.abs().to(logits.dtype) * (math.nan if real.first_key is None else 1)
-    first = visible.to(torch.uint8).argmax(-1, keepdim=True).expand(*top.shape, 1)
-    rows = torch.ones_like(entropy) * counted
     by_key = {
         "shown": visible.sum(2, dtype=logits.dtype).expand(logits[:, :, 0].shape),
         "gates": gates.sum(2, dtype=logits.dtype),
         "attention": weights.sum(2),
-        "logits": filled.sum(2),
-        "squares": filled.square().sum(2),
+        "logits": logits.sum(2),
+        "squares": logits.square().sum(2),
     }
-    missing = attention.shape[3] - keys
-    sums = {
-        "queries": (torch.ones_like(entropy) * (count >= 1)).sum(2),
-        "rows": rows.sum(2),
-        "entropy": entropy.sum(2),
-        "log_keys": (rows * count.clamp_min(1).to(_exact(count)).log()).sum(2),
-        "sink": weights.gather(-1, first)[..., 0].sum(2),
-        "distance": weights.flatten(2) @ place.to(weights.dtype).flatten(),
-        **{name: functional.pad(part, (0, missing)) for name, part in by_key.items()},
-        **_by_theta(gates, visible, torch.where(counted, count, 0)),
-    }
-    return sums, top.amax((0, 2))
+    missing = shape[3] - logits.shape[-1]
+    padded = {name: functional.pad(part, (0, missing)) for name, part in by_key.items()}
+    return padded | _by_theta(gates, visible, count)
 
 
 def _softmax(logits: Float[Tensor, "*rows keys"]) -> tuple[Tensor, Tensor, Tensor]:
@@ -450,9 +788,9 @@ def _by_theta(gates: Tensor, visible: Tensor, count: Tensor) -> dict[str, Tensor
     }
 
 
-def _exact(tensor: Tensor) -> torch.dtype:
+def _exact(device: torch.device) -> torch.dtype:
     """Float64, where the device has it."""
-    return torch.float32 if tensor.device.type == "mps" else torch.float64
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def added(one: Float[Tensor, "*_"], other: Float[Tensor, "*_"]) -> Float[Tensor, "*_"]:
@@ -523,4 +861,4 @@ def _rank_of(
 
 def _squares(matrices: Float[Tensor, "batch rows columns"]) -> Float[Tensor, " batch"]:
     """Sums of squares, exact to the last digits however many there are."""
-    return matrices.square().sum((1, 2), dtype=_exact(matrices))
+    return matrices.square().sum((1, 2), dtype=_exact(matrices.device))

@@ -430,12 +430,11 @@ def _softmax_logits(
     if layout is None or dim not in (-1, input.ndim - 1) or not input.is_floating_point():
         return None
     logits = local(input).detach()
-    if isinstance(getattr(frame.module, "sinks", None), Tensor):
-        logits = logits[..., :-1]  # a learned logit that belongs to no key
+    sinks = int(isinstance(getattr(frame.module, "sinks", None), Tensor))  # learned, of no token
     if logits.ndim == 3 and logits.shape[0] % layout.heads == 0:
-        return SoftmaxInput(logits.unflatten(0, (-1, layout.heads)))
+        return SoftmaxInput(logits.unflatten(0, (-1, layout.heads)), sinks)
     if logits.ndim == 4 and layout.heads % logits.shape[1] == 0:  # fewer: tensor parallelism
-        return SoftmaxInput(logits)
+        return SoftmaxInput(logits, sinks)
     return None
 
 

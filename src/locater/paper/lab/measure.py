@@ -46,7 +46,7 @@ class Meter:
     def measure(self, *, predicts: bool = False) -> Record:
         """One record of the model as it is now, in evaluation mode."""
         keep = sys.maxsize if predicts else 0
-        probe = Probe(self.model, queries="all", keep=keep, strict=False)
+        probe = Probe(self.model, queries="all", profiles="all", keep=keep, strict=False)
         with self._evaluating():
             with probe:
                 record: Record = {"valid_loss": self._loss(self.valid, 1)}
