@@ -375,6 +375,89 @@ def test_running_covariance_forgets_slowly_and_ignores_evaluation() -> None:
     torch.testing.assert_close(running.mean, mean)
 
 
+def two_layers(seed: int) -> nn.TransformerEncoder:
+    layer = nn.TransformerEncoderLayer(MODEL, HEADS, batch_first=True, dropout=0.0)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    seeded(model, seed)
+    return model
+
+
+@pytest.mark.parametrize("covariance", [None, "running"])
+def test_a_module_that_was_replaced_is_penalized_in_its_new_shape(covariance: Any) -> None:
+    model, other = two_layers(0), two_layers(1)
+    regularizer = LocAteR(model, CONFIG, covariance=covariance)
+    model(tokens())
+    old = model.layers[1].self_attn
+    old_layer = model.layers[1]
+    model.layers[1] = other.layers[1]
+    model(tokens(2))
+    if covariance is None:
+        assert regularizer.penalty().item() == LocAteR(model, CONFIG).penalty().item()
+    regularizer.add_gradients()
+    assert isinstance(old, nn.MultiheadAttention)
+    assert old.in_proj_weight.grad is None
+    assert other.layers[1].self_attn.in_proj_weight.grad is not None
+    assert model.layers[0].self_attn.in_proj_weight.grad is not None
+    if covariance == "running":  # it goes on with the tokens of the new module, not the old one
+        before = regularizer.state_dict()
+        old_layer(tokens(3))
+        assert all(torch.equal(before[n], v) for n, v in regularizer.state_dict().items())
+        model(tokens(4))
+        after = regularizer.state_dict()
+        assert all(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_adapters_that_come_later_are_seen() -> None:
+    from peft import LoraConfig, inject_adapter_in_model
+
+    model = Mine()
+    seeded(model)
+    found, pair = own(model), [Pair(model.ask, model.answer, heads=HEADS)]
+    plain = found.penalty().item()
+    wrapped: Any = inject_adapter_in_model(LoraConfig(r=2, target_modules=["ask", "answer"]), model)
+    seeded(wrapped, 3)
+    fresh = LocAteR(wrapped, CONFIG, pairs=[Pair(wrapped.ask, wrapped.answer, heads=HEADS)])
+    assert found.penalty().item() == fresh.penalty().item() != plain
+    assert LocAteR(wrapped, CONFIG, pairs=pair).penalty().item() == fresh.penalty().item()
+
+
+def test_a_pair_that_left_the_model_is_said() -> None:
+    model = Mine()
+    regularizer = own(model)
+    model.ask = nn.Linear(MODEL, HEADS * HEAD)
+    with pytest.raises(InputError, match=r"Linear is no projection of Mine\.\nhint: "):
+        regularizer.penalty()
+
+
+def test_a_state_comes_back_and_junk_is_refused(unchecked: None) -> None:
+    model = Mine()
+    regularizer = own(model, covariance="running")
+    model(tokens())
+    state = regularizer.state_dict()
+    fresh = own(model, covariance="running")
+    fresh.load_state_dict({})  # made before the first batch
+    fresh.load_state_dict(state)
+    assert fresh.penalty().item() == regularizer.penalty().item()
+    mean, square = state["ask.mean"], state["ask.square"]
+    junk: list[dict[str, Any]] = [
+        {"other.mean": mean, "other.square": square},
+        {"ask.mean": mean},
+        {"ask.square": square},
+        {"ask.mean": mean, "ask.square": square[:2]},
+        {"ask.mean": mean[None], "ask.square": square},
+        {"ask.mean": mean, "ask.square": square * math.nan},
+        {"ask.mean": mean.tolist(), "ask.square": square},
+        {"ask.mean": mean.to(torch.complex64), "ask.square": square},
+        {**state, "model.weight": square},
+    ]
+    for wrong in junk:
+        with pytest.raises(InputError, match=r"'.*' is (no part|not a finite tensor)[\s\S]*hint: "):
+            fresh.load_state_dict(wrong)
+        assert all(torch.equal(state[name], value) for name, value in fresh.state_dict().items())
+    with pytest.raises(InputError, match="covariance='running'"):
+        own(model).load_state_dict(state)
+
+
 def own(model: Mine, **settings: Any) -> LocAteR:
     return LocAteR(model, CONFIG, pairs=[Pair(model.ask, model.answer, heads=HEADS)], **settings)
 

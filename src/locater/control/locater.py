@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -59,7 +60,8 @@ class LocAteR:
     """A penalty on the query-key eigenspectrum of every head; it never touches the model.
 
     Take `penalty()` before the forward pass and add it to the loss.  It counts once under DDP,
-    FSDP2 and tensor parallelism, whose ranks all have to ask for it.
+    FSDP2 and tensor parallelism, whose ranks all have to ask for it.  Modules that are replaced or
+    wrapped later (by adapters, say) are found again.
 
     >>> model = nn.TransformerEncoderLayer(8, 2)
     >>> regularizer = LocAteR(model, LocAteRConfig(scale_strength=0.1, mean_strength=1.0))
@@ -86,22 +88,42 @@ class LocAteR:
         `running` for that of the tokens which reach the attention while the model trains.
         """
         self.config = config or LocAteRConfig()
-        self.attentions = find_attention(model, recipes=recipes, pairs=pairs, layers=layers)
         self.heads = None if heads is None else list(heads)
         if self.heads == []:
             raise ConfigError(
                 "heads=[] selects none of the heads.", hint="leave it out to take all of them."
             )
+        self._model, self._covariance = model, covariance
+        self._search = partial(find_attention, model, recipes=recipes, pairs=pairs, layers=layers)
+        self._running: dict[str, RunningCovariance] = {}
+        self._find()
+
+    def _find(self) -> None:
+        """Take the attentions that the model has now, each with its covariance so far."""
+        self.attentions = self._search()
         for attention in self.attentions:
             self._check(attention)
-        self._running: dict[str, RunningCovariance] = {}
-        self._covariance = covariance
-        if covariance == "running":
-            for attention in self.attentions:
-                self._running[attention.layout.name] = RunningCovariance(attention)
-        else:
-            for attention in self.attentions:
-                _check_covariance(attention, covariance)
+            if self._covariance != "running":
+                _check_covariance(attention, self._covariance)
+        if self._covariance == "running":
+            made = [RunningCovariance(attention) for attention in self.attentions]
+            before, self._running = self._running, {running.name: running for running in made}
+            for name, old in before.items():
+                old.handle.remove()
+                if name in self._running and self._running[name].width == old.width:
+                    self._running[name].mean, self._running[name].square = old.mean, old.square
+
+    def _renew(self) -> None:
+        """Find the attentions again where one of their modules is no longer the model's own."""
+        for attention in self.attentions:
+            for name in (attention.layout.query.weight, attention.layout.key.weight):
+                try:
+                    owner = self._model.get_submodule(name.rpartition(".")[0])
+                except AttributeError:
+                    owner = None
+                if owner is not attention.sources[name].owner:
+                    self._find()
+                    return
 
     @property
     def total_heads(self) -> int:
@@ -120,14 +142,34 @@ class LocAteR:
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on with the running covariances of a checkpoint."""
-        for name, running in self._running.items():
-            if f"{name}.mean" in state:
-                running.mean = state[f"{name}.mean"].clone()
-                running.square = state[f"{name}.square"].clone()
+        """Go on with the running covariances of a checkpoint; anything else is refused."""
+        parts = {f"{name}.{part}": (running, part) for name, running in self._running.items()
+                 for part in ("mean", "square")}  # fmt: skip
+        for name, value in state.items():
+            stem = name.rpartition(".")[0]
+            if name not in parts or not {f"{stem}.mean", f"{stem}.square"} <= set(state):
+                raise InputError(
+                    f"{name!r} is no part of this regularizer's state.",
+                    hint=f"it has, each with .mean and .square: {', '.join(self._running)}."
+                    if parts
+                    else "it keeps no covariances: make it with covariance='running'.",
+                )
+            running, part = parts[name]
+            shape = (running.width,) * (1 if part == "mean" else 2)
+            given: Any = value
+            is_tensor = isinstance(given, Tensor) and given.is_floating_point()
+            if not is_tensor or given.shape != shape or not _is_finite(given):
+                raise InputError(
+                    f"{name!r} is not a finite tensor of {shape}.",
+                    hint="give what state_dict() of the same model's regularizer gave.",
+                )
+        for name, value in state.items():
+            running, part = parts[name]
+            setattr(running, part, value.detach().clone().float())
 
     def penalty(self) -> Float[Tensor, ""]:
         """The objective's second half, ready for the user's own backward pass."""
+        self._renew()
         parts, small = [], dict[tuple[object, ...], list[_Weights]]()
         for attention in self.attentions:
             weights = self._weights(attention)
@@ -147,6 +189,7 @@ class LocAteR:
         Call it once per optimizer step, after `backward()` and before clipping; under a GradScaler
         with `scale=scaler.get_scale()`, or after `unscale_`.
         """
+        self._renew()
         parameters = list(
             dict.fromkeys(
                 parameter
@@ -165,6 +208,7 @@ class LocAteR:
     @torch.no_grad()
     def metrics(self) -> dict[str, float]:
         """Trace, scale and r of every layer, averaged over heads, and the global penalty."""
+        self._renew()
         results: dict[str, float] = {}
         traces = []
         names = labels([attention.layout for attention in self.attentions])

@@ -372,7 +372,9 @@ def _named(model: nn.Module, side: nn.Module | nn.Parameter) -> tuple[str, Sourc
             if isinstance(base, nn.Module):
                 return f"{prefix}base_layer.weight", Source(base, "weight", side)
             if isinstance(getattr(module, "weight", None), Tensor):
-                return f"{prefix}weight", Source(side, "weight")
+                above, _, child = path.rpartition(".")
+                adapter = model.get_submodule(above) if child == "base_layer" else None
+                return f"{prefix}weight", Source(side, "weight", adapter)
         for name, parameter in module._parameters.items():
             if parameter is side:
                 return f"{prefix}{name}", Source(module, name)

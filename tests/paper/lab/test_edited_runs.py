@@ -14,8 +14,8 @@ import pytest
 from locater import cli
 
 ODD: tuple[Any, ...] = (
-    None, True, -1, 0, 2**60, 10**400, 1e308, math.nan, math.inf, 0.5, "", "NaN", "\ud800", [], {}, [[]],
-    [None], [1, "2"], [[1.0], []], {"step": {}}, "<script>alert(1)</script>", [[[[]]]],
+    None, True, -1, 0, 2**60, 10**400, 1e308, math.nan, math.inf, 0.5, "", "NaN", "\ud800", [], {},
+    [[]], [None], [1, "2"], [[1.0], []], {"step": {}}, "<script>alert(1)</script>", [[[[]]]],
 )  # fmt: skip
 
 
