@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -219,3 +220,65 @@ def test_a_file_that_cannot_be_used_is_named(
     monkeypatch.setattr("locater.cli.theory.run", broken)
     assert main(["theory"]) == 1
     assert capsys.readouterr().err.startswith("error: secret.txt: Permission denied.\nhint: ")
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["audit org/name", "audit org/name --text text.txt", "compare model org/name",
+     "report org/name --out {out}", "probe org/name --text text.txt",
+     "explain org/name --text text.txt"],
+)  # fmt: skip
+def test_every_command_says_that_it_asks_the_hub_before_it_waits(
+    command: str,
+    samples: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    import transformers
+
+    from locater.checkpoints import remote
+
+    asked: list[str] = []
+
+    def ask(*_: object, **__: object) -> None:
+        asked.append(capsys.readouterr().err)
+        raise remote.UnreachableError("no network")
+
+    monkeypatch.setattr(remote.HubRepository, "_ask", ask)
+    monkeypatch.setattr(transformers.AutoModel, "from_pretrained", ask)
+    monkeypatch.chdir(samples)
+    assert main(command.format(out=tmp_path / "page.html").split()) == 1
+    assert asked[0].endswith("org/name is not found here; asking the hub\n")
+    assert "\nhint: " in capsys.readouterr().err
+
+
+def test_a_model_that_takes_long_says_so(
+    samples: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import transformers
+
+    def slow(*_: object, **__: object) -> None:
+        for _ in range(100):
+            time.sleep(0.05)
+            if "still waiting" in (told := capsys.readouterr().err):
+                raise OSError(told)
+        raise OSError("nothing was said")
+
+    monkeypatch.setattr("locater.models.loading.PATIENCE", 0.1)
+    monkeypatch.setattr(transformers.AutoModel, "from_pretrained", slow)
+    monkeypatch.chdir(samples)
+    assert main(["probe", "model", "--text", "text.txt"]) == 1
+    assert "still waiting for model, 0 s so far" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", ["./modle", "model/step-500", "a/b/c", "~/nothing", "/nothing"])
+def test_a_misspelt_path_of_a_model_is_never_asked_for(
+    path: str, samples: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import transformers
+
+    monkeypatch.setattr(transformers, "AutoModel", None)
+    monkeypatch.chdir(samples)
+    assert main(["probe", path, "--text", "text.txt"]) == 1
+    assert capsys.readouterr().err.startswith("error: there is no ")

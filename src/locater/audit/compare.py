@@ -23,6 +23,7 @@ from locater.audit.audit import (
 )
 from locater.audit.table import Audit, HeadRecord
 from locater.checkpoints.open import open_checkpoint
+from locater.checkpoints.source import Say, silent
 from locater.core.form import QKForm
 from locater.engines import one_thread
 from locater.errors import InputError, LocaterError
@@ -113,12 +114,14 @@ def compare_checkpoints(
     base: str | Path | None = None,
     config: Mapping[str, Any] | None = None,
     report: Report | None = None,
+    say: Say = silent,
     **keywords: Unpack[AuditKeywords],
 ) -> Comparison:
     """Audit two checkpoints or live models side by side and say what changed per head.
 
     `base` and `config` serve both; settings are those of `audit_checkpoint`.  Heads are matched by
     the name of their attention, wrappers left out, or where names differ by part, kind and layer.
+    `report` and `say` hear of every step and of waiting.
     """
     settings = settings_of(settings, keywords)
     if isinstance(before, nn.Module) and isinstance(after, nn.Module):
@@ -131,8 +134,8 @@ def compare_checkpoints(
             hint="save it first, or load the checkpoint.",
         )
     with (
-        open_checkpoint(before, base=base, config=config) as old,
-        open_checkpoint(after, base=base, config=config) as new,
+        open_checkpoint(before, base=base, config=config, say=say) as old,
+        open_checkpoint(after, base=base, config=config, say=say) as new,
     ):
         first, second = (Layers.of_checkpoint(one, gains=settings.gains) for one in (old, new))
         return _compared(first, second, settings, report)
@@ -315,13 +318,14 @@ def audit_timeline(
     base: str | Path | None = None,
     config: Mapping[str, Any] | None = None,
     report: Report | None = None,
+    say: Say = silent,
     **keywords: Unpack[AuditKeywords],
 ) -> Timeline:
     """Audit several checkpoints of one run; the settings are those of `audit_checkpoint`."""
     audits = []
     settings = settings_of(settings, keywords)
     for done, source in enumerate(sources, 1):
-        audits.append(audit_checkpoint(source, settings, base=base, config=config))
+        audits.append(audit_checkpoint(source, settings, base=base, config=config, say=say))
         if report is not None:
             report(done, len(sources))
     return Timeline(audits=tuple(audits))

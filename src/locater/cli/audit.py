@@ -135,7 +135,7 @@ def _audited(command: AuditCommand, path: str, report: Callable[[int, int], None
     from locater.models.loading import load_model, read_text, text_blocks
     from locater.reality.against_theory import measured_processes
 
-    model, tokenizer = load_model(path)
+    model, tokenizer = load_model(path, say=say)
     blocks = text_blocks(
         tokenizer, read_text(command.text), tokens=command.tokens, blocks=command.blocks
     )

@@ -9,7 +9,7 @@ from tyro.conf import Positional
 
 from locater.audit.compare import HeadChange, compare_checkpoints
 from locater.cli.audit import CheckpointFlags, named, say_limits
-from locater.cli.terminal import parse, plain, print_json, progress, show
+from locater.cli.terminal import parse, plain, print_json, progress, say, show
 from locater.report.tables import Columns, terminal_table
 
 
@@ -50,6 +50,7 @@ def run(arguments: Sequence[str]) -> None:
             command.before,
             command.after,
             report=report,
+            say=say,
             **command.source(),
             **command.settings(),
         )

@@ -44,7 +44,7 @@ class OnText:
         from locater.models.loading import load_model, read_text, text_blocks
 
         text = read_text(self.text)
-        model, tokenizer = load_model(self.model)
+        model, tokenizer = load_model(self.model, say=say)
         sizes = {"tokens": self.tokens, "blocks": self.blocks}
         return model, text_blocks(tokenizer, text, special=self.special, **sizes)
 

@@ -63,7 +63,7 @@ def _read(text: str, tokens: int) -> Run | Audit:
     if path.suffix == ".json" and path.is_file():
         return Audit.from_json(path.read_text(encoding="utf-8"))
     with progress(text) as report:
-        return audit_checkpoint(text, tokens=tokens, report=report)
+        return audit_checkpoint(text, tokens=tokens, report=report, say=say)
 
 
 def _write(command: ReportCommand, runs: Sequence[Run], audits: Sequence[Audit]) -> Path:

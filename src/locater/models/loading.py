@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +16,25 @@ from torch import Tensor, nn
 
 from locater.errors import ConfigError, InputError, LocaterError, MissingExtraError
 
+PATIENCE = 15.0
+"""Seconds between two words to somebody who waits."""
 
-def load_model(source: str | Path) -> tuple[nn.Module, Any]:
+
+def load_model(
+    source: str | Path, *, say: Callable[[str], None] = lambda _: None
+) -> tuple[nn.Module, Any]:
     """A model in float32 without its head, and its tokenizer; needs the extra `hf`.
 
-    `source` is a local folder, a GGUF file, or an id of the Hugging Face hub.
+    `source` is a local folder, a GGUF file, or an id of the Hugging Face hub; `say` hears where
+    somebody has to wait.
     """
     try:
         import transformers
     except ImportError as error:  # pragma: no cover - the dev environment has it
         raise MissingExtraError("transformers", extra="hf") from error
-    path = Path(source)
+    path = Path(source).expanduser()
     options: dict[str, Any] = {}
-    name = str(source)
+    name = str(path if path.exists() else source)
     if path.is_file():
         if path.suffix != ".gguf":
             raise InputError(
@@ -32,16 +42,22 @@ def load_model(source: str | Path) -> tuple[nn.Module, Any]:
                 hint="give the folder that holds config.json and the weights, or a .gguf file.",
             )
         name, options = str(path.parent), {"gguf_file": path.name}
-    elif not path.exists() and (path.is_absolute() or name.startswith(".") or name.count("/") > 1):
-        raise InputError(f"there is no {path}.", hint="give a folder, a GGUF file or a hub id.")
+    elif not path.exists():
+        is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+        if is_path or os.path.lexists(name.split("/")[0]):
+            raise InputError(f"there is no {path}.", hint="give a folder, a GGUF file or a hub id.")
+        say(f"{name} is not found here; asking the hub")
     talk: Any = transformers.utils.logging
     was_verbose, level = talk.is_progress_bar_enabled(), talk.get_verbosity()
     talk.disable_progress_bar()
     talk.set_verbosity_error()  # a head without weights, or weights without a head, is no news here
     try:
-        model = transformers.AutoModel.from_pretrained(name, dtype=torch.float32, **options)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+        with _patience(name, say):
+            model = transformers.AutoModel.from_pretrained(name, dtype=torch.float32, **options)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
+    except Exception as error:  # whatever a config or a server made of it
+        if os.environ.get("LOCATER_TRACEBACK"):
+            raise
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise LocaterError(
             f"transformers cannot load {source}: {first}",
@@ -57,6 +73,24 @@ def load_model(source: str | Path) -> tuple[nn.Module, Any]:
     if hasattr(model.config, "use_cache"):
         model.config.use_cache = False
     return model.eval(), tokenizer
+
+
+@contextmanager
+def _patience(name: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Speak now and then while the work goes on."""
+    is_over, began = threading.Event(), time.monotonic()
+
+    def talk() -> None:
+        while not is_over.wait(PATIENCE):
+            say(f"still waiting for {name}, {time.monotonic() - began:.0f} s so far")
+
+    thread = threading.Thread(target=talk, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def read_text(path: str | Path) -> str:
