@@ -60,7 +60,7 @@ class SweepCommand(EngineFlags):
     figure: Path | None = None
     """Draw the figure here: .html, .svg, .png, .pdf or .json."""
     page: Path | None = None
-    """Write the tables of this page anew, between its marks."""
+    """Write the tables of this page anew, between its marks, from --results."""
     json: bool = False
     """Print the table as JSON."""
 
@@ -86,8 +86,10 @@ def run(arguments: Sequence[str]) -> None:
         (pair,) = found.values()
         say(f"wrote {save_chart(lab_chart(*pair), command.figure)}")
     if command.page is not None:
-        tables = {name: markdown(summarize(*pair)) for name, pair in found.items()}
-        say(f"wrote {update_page(command.page, lambda name: tables[name])}")
+        from locater.paper.lab.claims import published_table
+
+        results = command.results or command.out
+        say(f"wrote {update_page(command.page, lambda name: published_table(name, results))}")
     if command.json:
         print_json({name: _rows(*pair) for name, pair in found.items()})
     elif command.figure is None and command.page is None:

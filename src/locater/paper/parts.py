@@ -19,8 +19,21 @@ from locater.audit import audit_model
 from locater.paper import claims, curves, figures
 from locater.paper.explorer import explorer_section
 from locater.paper.fig5 import fig5_chart, fig5_verdicts
-from locater.paper.lab.claims import curve_verdicts, stripes_verdict
-from locater.paper.lab.figures import curves_chart, heat_chart, setting_name
+from locater.paper.lab.claims import (
+    curve_verdicts,
+    effects,
+    protocol_regimes,
+    protocol_table,
+    protocol_verdicts,
+    stripes_verdict,
+)
+from locater.paper.lab.figures import (
+    bands_chart,
+    curves_chart,
+    effects_chart,
+    heat_chart,
+    setting_name,
+)
 from locater.paper.lab.presets import Setting, Sweep, sweep_named
 from locater.paper.lab.run import Run
 from locater.paper.lab.summary import markdown, summarize
@@ -226,6 +239,34 @@ def gates_part(context: Context) -> Result:
     return Result(sections=(section,), verdicts=(stripes_verdict(sweep, runs, "fig7"),))
 
 
+def protocol_part(context: Context) -> Result:
+    """Does LocAteR lower perplexity?  The runs that docs/protocol.md announced."""
+    if context.results is None:
+        return Result(sections=())
+    regimes = protocol_regimes(context.results)
+    others = regimes.pop("passes-3-others")
+    verdicts = protocol_verdicts(regimes, others, "protocol")
+    section = _chart_section(
+        "protocol",
+        "Does LocAteR lower perplexity?",
+        effects_chart(effects(regimes)),
+        "Above the dashed line LocAteR costs, below it gains; bars are 95 % intervals over seeds. "
+        "docs/protocol.md, written before the runs, says what is compared and when a difference "
+        "counts.",
+        protocol_table(regimes),
+    )
+    passes = {name: pair for name, pair in regimes.items() if name != "tuned"}
+    bands = _chart_section(
+        "passes",
+        "Many passes over little text",
+        bands_chart(passes),
+        "Perplexity on all of the valid text falls, then rises again as a model learns its text by "
+        "heart. The verdicts score each run at its best.",
+        f"What else would do it:\n\n{markdown(summarize(*others))}",
+    )
+    return Result(sections=(section, bands), verdicts=tuple(verdicts))
+
+
 def audit_part(context: Context) -> Result:
     """The heads of the models of Fig. 7, as `locater audit` shows them."""
     sweep, _ = _trained(context, "fig7")
@@ -426,6 +467,7 @@ PARTS: dict[str, Part] = {
     "fig5": Part(simulated_part, _always(25)),
     "fig6": Part(partial(curves_part, figure="fig6"), _hours(60, 2.5, 30)),
     "fig7": Part(gates_part, _hours(5, 0.1, 1)),
+    "protocol": Part(protocol_part, _always(2)),
     **{
         figure: Part(partial(curves_part, figure=figure), _hours(0, 0.5, 30), _LARGE)
         for figure in ("fig8", "fig9", "fig10", "fig11", "fig12")

@@ -5,16 +5,28 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from scipy import stats
 
 from locater import ConfigError
-from locater.paper.lab.presets import SWEEPS, Sweep, compared, grid_of
+from locater.paper.lab.presets import SWEEPS, Setting, Sweep, compared, grid_of
 from locater.paper.lab.run import Run
 from locater.paper.lab.settings import TrainConfig
 from locater.paper.lab.sweep import confirmed
-from locater.paper.lab.verdict import MARGIN, Comparison, chosen, compare, holm, judged, with_tests
+from locater.paper.lab.verdict import (
+    PERPLEXITY,
+    Comparison,
+    chosen,
+    compare,
+    holm,
+    judged,
+    trend,
+    with_tests,
+)
+
+MARGIN = PERPLEXITY.margin
 
 
 def compared_with(*differences: float, diverged: tuple[int, int] = (0, 0)) -> Comparison:
@@ -114,6 +126,28 @@ def test_a_comparison_pairs_the_best_losses_of_equal_seeds() -> None:
     assert len(compare(sweep, runs, sweep.settings[1]).differences) == 2
 
 
+def test_a_trend_is_the_slope_over_the_logarithm_of_the_strength() -> None:
+    """Against numpy's least squares, seed by seed; κ₂ = 0 is set aside unless but one is left."""
+    kappas = (0.0, 1e-3, 1e-2, 1e-1, 1.0)
+    settings = [
+        Setting(label=f"{k:g}", config=replace(TrainConfig(), mean_strength=k), kappa=k)
+        for k in kappas
+    ]
+    sweep = Sweep(name="s", question="?", settings=tuple(settings), seeds=3)
+    generator = torch.Generator().manual_seed(0)
+    losses = 4 + torch.rand(3, len(kappas), generator=generator, dtype=torch.float64)
+    runs = {}
+    for seed in range(3):
+        for place, setting in enumerate(settings):
+            config = replace(setting.config, seed=seed)
+            runs[config.digest] = fake(config, losses[seed, place].item())
+    x = np.log(kappas[1:])
+    slopes = [np.polyfit(x, row[1:].numpy(), 1)[0] * (x[-1] - x[0]) for row in losses]
+    assert trend(sweep, runs, settings, PERPLEXITY).differences == pytest.approx(slopes)
+    ends = trend(sweep, runs, [settings[0], settings[-1]], PERPLEXITY).differences
+    assert ends == pytest.approx((losses[:, -1] - losses[:, 0]).tolist())
+
+
 def test_every_method_is_judged_at_its_own_rate_on_fresh_seeds() -> None:
     sweep = compared("s", "?", TrainConfig(), ["none", "qk-norm"], grid=RATES, seeds=2,
                      first_seed=100)  # fmt: skip
@@ -153,4 +187,5 @@ def test_the_protocol_keeps_its_seeds_apart() -> None:
         for seed in one.all_seeds
     }
     assert not looked_at & judging
-    assert not {*SWEEPS["tuned"].all_seeds} & (judging | looked_at | {*range(200, 210)})
+    for name in ("tuned", "task-masked", "task-digits", "task-pre-ln", "task-modern"):
+        assert not {*SWEEPS[name].all_seeds} & (judging | looked_at | {*range(200, 210)})

@@ -1,149 +1,298 @@
-"""The claims of Section 7 and Appendix D, each held against the runs of a sweep."""
+"""The claims of Section 7 and Appendix D, held against runs by the rules of docs/protocol.md."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from locater.paper.lab.presets import Setting, Sweep
+from locater.paper.lab.presets import PAIR, Setting, Sweep, sweep_named
 from locater.paper.lab.run import Run
-from locater.paper.lab.summary import (
+from locater.paper.lab.summary import markdown, summarize
+from locater.paper.lab.sweep import SweepFolders, confirmed
+from locater.paper.lab.verdict import (
+    ENTROPY,
+    LAST,
+    PARTICIPATION,
+    PERPLEXITY,
+    SCALE,
+    TEST,
+    Comparison,
     Interval,
-    best_loss,
+    compare,
     ended,
-    exp,
-    final_mean,
-    paired,
-    participation,
+    judged,
     percent,
-    summarize,
+    trend,
 )
 from locater.paper.verdicts import Outcome, Verdict
+from locater.report.tables import markdown_table
 
-Value = Callable[[Run], float]
-Text = Callable[[Interval], str]
+Runs = Mapping[str, Run]
+Regimes = Mapping[str, tuple[Sweep, Runs]]
+READINGS = {
+    "printed": "following the text",
+    "swapped": "following the captions, beside the mean loss",
+    "printed-sum-normalized": "following the text, beside the summed loss",
+    "swapped-sum-normalized": "following the captions",
+}
+"""The text and the captions disagree on which weight is which."""
+OTHER_WAYS = ("qk-norm", "sigma-reparam", "dropout .3", "weight decay 1")
+SINGLE_TERMS = ("scale term .01", "scale term 1", "mean term 1", "mean term 100")
 
 
-def curve_verdicts(sweep: Sweep, runs: Mapping[str, Run], section: str) -> list[Verdict]:
-    """What became of (B), (C) and (D) of Figs. 6 and 8-12, under every reading of κ₁ and κ₂.
+def outcome(sign: int, comparisons: Sequence[Comparison]) -> Outcome:
+    """What becomes of a claimed direction, one comparison for each reading of the paper."""
+    claimed = "higher" if sign > 0 else "lower"
+    answers = {
+        None if one.finding == "undecided" else one.finding == claimed for one in comparisons
+    }
+    if None in answers or not answers:
+        return "undecided"
+    return "depends on the reading" if len(answers) > 1 else _ALL[answers.pop()]
 
-    Differences are taken seed by seed, from the smallest κ₂ to the largest.  A claim counts as
-    reproduced if it holds under one reading at least, which is then named; one seed decides
-    nothing.
+
+_ALL: dict[bool | None, Outcome] = {True: "reproduced", False: "differs"}
+
+
+def told(comparisons: Sequence[Comparison], names: Sequence[str]) -> str:
+    """What was found under each reading."""
+    parts = zip(names, comparisons, strict=True)
+    return "; ".join(f"{READINGS.get(name, name)}: {one.sentence}" for name, one in parts)
+
+
+def curve_verdicts(sweep: Sweep, runs: Runs, section: str) -> list[Verdict]:
+    """What became of (B), (C) and (D) of Figs. 6 and 8-12: trends in κ₂, Holm over the figure.
+
+    One κ₂ has no trend: what it does against no LocAteR is the protocol's question.
     """
-    (none,) = (setting for setting in sweep.settings if setting.kappa is None)
     readings = _by_reading(sweep)
-    where = "Fig. " + section.removeprefix("fig")
-    size = f"d = {none.config.dim}, {none.config.layers} layer(s), {_seeds(sweep, runs, none)}"
-
-    def verdict(letter: str, claim: str, value: Value, sign: int, text: Text) -> Verdict:
-        judged = {
-            reading: paired(sweep, runs, group[0], group[-1], value)
-            for reading, group in readings.items()
-        }
-        found = "; ".join(
-            f"{name}: {text(change)}{_remark(change, sign)}" for name, change in judged.items()
-        )
-        outcome = _outcome([_holds(change, sign) for change in judged.values()])
-        return Verdict(
-            where=f"{where}{letter}",
-            claim=claim,
-            outcome=outcome,
-            found=f"{found} [{size}]",
-            section=section,
-        )
-
-    together = _better_than_none(sweep, runs, none, where, size, section)
-    if all(len(group) == 1 for group in readings.values()):
-        return [together]  # one κ₂ has no trend
-    return [
-        verdict("B", "With stronger κ₂ the eigenspectrum scale shrinks.", _log_scale, -1,
-                lambda c: f"‖W‖² times {exp(c.mean):.3g} from the least κ₂ to the largest"),
-        verdict("C", "With stronger κ₂ the attention entropy increases.", _entropy, 1,
-                lambda c: f"{c.text(3)} nats"),
-        verdict("D", "With stronger κ₂ the perplexity improves.", best_loss, -1,
-                lambda c: f"{_percent(c)} %"),
-        together,
-    ]  # fmt: skip
-
-
-def _better_than_none(
-    sweep: Sweep, runs: Mapping[str, Run], none: Setting, where: str, size: str, section: str
-) -> Verdict:
-    """Entropy and perplexity against no LocAteR: both must be better under one reading."""
-    parts, holds = [], []
-    for reading, group in _by_reading(sweep).items():
-        entropy = paired(sweep, runs, none, group[-1], _entropy)
-        loss = paired(sweep, runs, none, group[-1], best_loss)
-        both = [_holds(entropy, 1), _holds(loss, -1)]
-        holds.append(False if False in both else None if None in both else True)
-        parts.append(
-            f"{reading}, κ₂ = {group[-1].kappa:g}: entropy {entropy.text(3)} nats"
-            f"{_remark(entropy, 1)}, perplexity {_percent(loss)} %{_remark(loss, -1)}"
-        )
-    return Verdict(
-        where=f"{where}, Sec. 7",
-        claim="LocAteR keeps the entropy higher and, by that, lowers the perplexity.",
-        outcome=_outcome(holds),
-        found="against no LocAteR: " + "; ".join(parts) + f" [{size}]",
-        section=section,
+    if any(len(group) < 2 for group in readings.values()):
+        return []
+    kinds = (
+        ("B", "With stronger κ₂ the eigenspectrum scale shrinks.", SCALE, -1),
+        ("C", "With stronger κ₂ the attention entropy increases.", ENTROPY, 1),
+        ("D", "With stronger κ₂ the perplexity improves.", PERPLEXITY, -1),
     )
+    found = judged(
+        [trend(sweep, runs, group, kind[2]) for kind in kinds for group in readings.values()]
+    )
+    config, count = sweep.settings[0].config, len(readings)
+    size = f"[d = {config.dim}, layers: {config.layers}, .74 passes, untuned]"
+    verdicts = []
+    for place, (letter, claim, _, sign) in enumerate(kinds):
+        some = found[count * place : count * (place + 1)]
+        verdicts.append(
+            Verdict(
+                where=f"Fig. {section.removeprefix('fig')}{letter}",
+                claim=claim,
+                outcome=outcome(sign, some),
+                found=f"{told(some, list(readings))} {size}",
+                section=section,
+            )
+        )
+    return verdicts
 
 
-def stripes_verdict(sweep: Sweep, runs: Mapping[str, Run], section: str) -> Verdict:
+def stripes_verdict(sweep: Sweep, runs: Runs, section: str) -> Verdict:
     """Whether ρ localizes with LocAteR and is uniform without it (Fig. 7)."""
-    rows = summarize(sweep, runs)
-    (none,) = (row for row in rows if row.setting.kappa is None)
-    others = [row for row in rows if row.setting.kappa is not None]
-    changes = [paired(sweep, runs, none.setting, row.setting, _participation) for row in others]
-    found = "; ".join(f"{row.setting.label}: {row.participation.text(3)}" for row in others)
-    outcome = _outcome([_holds(change, -1) for change in changes])
-    if outcome == "reproduced" and none.participation.mean <= 0.9:
-        outcome = "differs"
+    others = [setting for setting in sweep.settings if setting.kappa is not None]
+    (none,) = (setting for setting in sweep.settings if setting.kappa is None)
+    found = judged([compare(sweep, runs, one, PARTICIPATION) for one in others])
+    alone = Interval.of([PARTICIPATION.value(r) for r in ended(sweep, runs, none).values()])
+    result = outcome(-1, found)
+    if result == "reproduced" and alone.mean <= 0.9:
+        result = "differs"
     return Verdict(
         where="Fig. 7",
         claim="With LocAteR ρ shows stripes of attended tokens; without it ρ is uniform.",
-        outcome=outcome,
-        found="share of tokens that take part (1: all alike) without LocAteR "
-        f"{none.participation.text(3)}; {found} [{_seeds(sweep, runs, none.setting)}]",
+        outcome=result,
+        found=f"share of tokens that take part (1: all alike) without LocAteR {alone.text(3)}; "
+        f"with it, {told(found, [one.reading for one in others])}",
         section=section,
     )
 
 
-def _participation(run: Run) -> float:
-    return participation(run, "rho") or math.nan
+def primary(regimes: Regimes) -> dict[str, list[Comparison]]:
+    """Both readings against none in the protocol's regimes, Holm over all of them."""
+    flat = [
+        compare(sweep, runs, _method(sweep, reading))
+        for sweep, runs in regimes.values()
+        for reading in PAIR
+    ]
+    found = judged(flat)
+    return {
+        name: found[len(PAIR) * place : len(PAIR) * (place + 1)]
+        for place, name in enumerate(regimes)
+    }
 
 
-def _log_scale(run: Run) -> float:
-    return math.log(max(final_mean(run, "frobenius_squared"), 1e-300))
+def protocol_verdicts(regimes: Regimes, others: tuple[Sweep, Runs], section: str) -> list[Verdict]:
+    """The central claim in every regime, and whether the entropy is the cause."""
+    found = primary(regimes)
+    verdicts = [
+        Verdict(
+            where="Sec. 7",
+            claim=f"LocAteR lowers the perplexity ({sweep.question}).",
+            outcome=outcome(-1, found[name]),
+            found=told(found[name], PAIR),
+            section=section,
+        )
+        for name, (sweep, _) in regimes.items()
+    ]
+    return [*verdicts, _cause(regimes["passes-3"], others, found["passes-3"], section)]
 
 
-def _entropy(run: Run) -> float:
-    return final_mean(run, "entropy")
+def _cause(
+    regime: tuple[Sweep, Runs],
+    others: tuple[Sweep, Runs],
+    perplexity: Sequence[Comparison],
+    section: str,
+) -> Verdict:
+    """Whether perplexity falls *because* entropy rises: three conditions, all of them needed."""
+    parts, supported = [], []
+    changes = {
+        method: tuple(
+            compare(*others, _method(others[0], method), kind) for kind in (ENTROPY, PERPLEXITY)
+        )
+        for method in (*OTHER_WAYS, *SINGLE_TERMS)
+    }
+    for reading, loss in zip(PAIR, perplexity, strict=True):
+        entropy = compare(*regime, _method(regime[0], reading), ENTROPY)
+        gain, rise = -_mean(loss), _mean(entropy)
+        alike = [m for m in OTHER_WAYS if _mean(changes[m][0]) >= 0.8 * rise]
+        as_good = [m for m in alike if -_mean(changes[m][1]) >= 0.8 * gain]
+        single = max(SINGLE_TERMS, key=lambda m: _mean(changes[m][0]))
+        conditions = {
+            f"perplexity {loss.sentence}, entropy {entropy.sentence}": loss.finding == "lower"
+            and entropy.finding == "higher",
+            f"of other ways to raise entropy as much ({', '.join(alike) or 'none does'}) as good: "
+            f"{', '.join(as_good) or 'none'}": bool(alike) and alike == as_good,
+            f"the single term that raises entropy most ({single}, {changes[single][0].sentence}) "
+            f"changes perplexity by {PERPLEXITY.text(changes[single][1].differences)}":
+                -_mean(changes[single][1]) >= gain / 2 > 0,
+        }  # fmt: skip
+        supported.append(all(conditions.values()))
+        said = (f"{text} ({'yes' if holds else 'no'})" for text, holds in conditions.items())
+        parts.append(f"{READINGS[reading]}: {'; '.join(said)}")
+    is_whole = all(len(one.differences) > 1 for pair in changes.values() for one in pair)
+    unsure: Outcome = "not supported" if is_whole else "undecided"
+    return Verdict(
+        where="Sec. 7",
+        claim="The perplexity is lower because the entropy is higher.",
+        outcome="reproduced" if is_whole and all(supported) else unsure,
+        found=". ".join(parts) + f" [{regime[0].question}]",
+        section=section,
+    )
 
 
-def _holds(change: Interval, sign: int) -> bool | None:
-    """Whether a change has the claimed sign beyond doubt; None where one seed cannot tell."""
-    if math.isnan(change.mean) or change.is_open:
-        return None
-    return change.excludes_zero and change.mean * sign > 0
+def _mean(comparison: Comparison) -> float:
+    return sum(comparison.differences) / max(len(comparison.differences), 1)
 
 
-def _remark(change: Interval, sign: int) -> str:
-    holds = _holds(change, sign)
-    return "" if holds else " (cannot tell)" if holds is None else " (does not hold)"
+def _method(sweep: Sweep, method: str) -> Setting:
+    return next(setting for setting in sweep.settings if setting.method == method)
 
 
-def _outcome(holds: list[bool | None]) -> Outcome:
-    if True in holds:
-        return "reproduced"
-    return "undecided" if None in holds else "differs"
+def all_seeds(sweep: Sweep, runs: Runs) -> Sweep:
+    """The sweep with its second five seeds, where every setting has them."""
+    more = replace(sweep, seeds=2 * sweep.seeds)
+    counts = {len(ended(more, runs, setting)) for setting in more.settings}
+    return more if counts == {more.seeds} else sweep
 
 
-def _percent(change: Interval) -> str:
-    """A difference of losses as one of perplexities."""
-    mean, half = percent(change.mean), 100 * change.half * exp(change.mean)
-    return Interval(mean, half).text(2)
+REGIMES = {
+    "passes-0.6": "0.6 %, 175 passes",
+    "passes-3": "3 %, 110 passes",
+    "passes-15": "15 %, 104 passes",
+    "tuned": "all, .74 passes, tuned",
+}
+"""The protocol's main regimes: how much of the text, seen how often."""
+
+
+def protocol_regimes(results: Path) -> dict[str, tuple[Sweep, Runs]]:
+    """The main regimes with those of their runs that are published; nothing is trained."""
+    folders = SweepFolders(out=results, results=results)
+
+    def published(sweep: Sweep) -> dict[str, Run]:
+        more = replace(sweep, seeds=2 * sweep.seeds)
+        runs = (folders.finished(config) for config in more.configs())
+        return {run.config.digest: run for run in runs if run is not None}
+
+    found = {}
+    for name in (*REGIMES, "passes-3-others"):
+        sweep = sweep_named(name)
+        runs: Runs = published(sweep)
+        if name == "tuned":
+            sweep, runs = confirmed(sweep, published, seeds=5)
+        found[name] = all_seeds(sweep, runs), runs
+    return found
+
+
+def protocol_table(regimes: Regimes) -> str:
+    """Every main comparison with its verdict, and the secondary outcomes beside it."""
+    found, rows = primary(regimes), []
+    for name, (sweep, runs) in regimes.items():
+        for place, reading in enumerate(PAIR):
+            setting = next(one for one in sweep.settings if one.method == reading)
+            side = {
+                kind.name: kind.text(compare(sweep, runs, setting, kind).differences)
+                for kind in (TEST, LAST, ENTROPY)
+            }
+            best = found[name][place]
+            rows.append(
+                {
+                    "regime": REGIMES[name],
+                    "LocAteR": READINGS[reading],
+                    "verdict": f"**{best.words}**" if best.differences else "no run is finished",
+                    "best": PERPLEXITY.text(best.differences),
+                    **side,
+                    "seeds": len(best.differences),
+                }
+            )
+    columns = {
+        "text, passes": "regime", "LocAteR": "LocAteR", "perplexity is": "verdict",
+        "at the best step": "best", "on test": TEST.name, "at the last step": LAST.name,
+        "entropy, nats": ENTROPY.name, "seeds": "seeds",
+    }  # fmt: skip
+    return markdown_table(rows, columns) + "\n"
+
+
+def effects(regimes: Regimes) -> list[dict[str, Any]]:
+    """The changes of perplexity at the best and at the last step, for a chart."""
+    records = []
+    for name, (sweep, runs) in regimes.items():
+        for reading in PAIR:
+            setting = next(one for one in sweep.settings if one.method == reading)
+            for at, kind in (("best step", PERPLEXITY), ("last step", LAST)):
+                values = compare(sweep, runs, setting, kind).differences
+                mean, half = vars(Interval.of([percent(v) for v in values])).values()
+                if values:
+                    half = 0.0 if math.isnan(half) else half
+                    records.append(
+                        {"regime": REGIMES[name], "reading": READINGS[reading], "at": at,
+                         "change": mean, "low": mean - half, "high": mean + half}
+                    )  # fmt: skip
+    return records
+
+
+def published_table(name: str, results: Path) -> str:
+    """The table of a sweep (or of the protocol, or NAME-confirmed) from published runs alone."""
+    if name == "protocol":
+        regimes = protocol_regimes(results)
+        return protocol_table({regime: regimes[regime] for regime in REGIMES})
+    folders = SweepFolders(out=results, results=results)
+
+    def published(sweep: Sweep) -> dict[str, Run]:
+        runs = (folders.finished(config) for config in sweep.configs())
+        return {run.config.digest: run for run in runs if run is not None}
+
+    sweep = sweep_named(name.removesuffix("-confirmed"))
+    if name != sweep.name:
+        return markdown(summarize(*confirmed(sweep, published, seeds=5)))
+    return markdown(summarize(sweep, published(sweep)))
 
 
 def _by_reading(sweep: Sweep) -> dict[str, list[Setting]]:
@@ -156,8 +305,3 @@ def _by_reading(sweep: Sweep) -> dict[str, list[Setting]]:
         name: sorted(group, key=lambda setting: setting.kappa or 0.0)
         for name, group in readings.items()
     }
-
-
-def _seeds(sweep: Sweep, runs: Mapping[str, Run], setting: Setting) -> str:
-    count = len(ended(sweep, runs, setting))
-    return "one seed" if count == 1 else f"{count} seeds"

@@ -11,10 +11,12 @@ from typing import Any
 import altair as alt
 
 from locater.errors import InputError
-from locater.paper.lab.presets import Setting, Sweep
+from locater.paper.lab.claims import READINGS
+from locater.paper.lab.presets import PAIR, Setting, Sweep
 from locater.paper.lab.run import Run
 from locater.paper.lab.settings import TrainConfig
-from locater.paper.lab.summary import ended, summarize
+from locater.paper.lab.summary import summarize
+from locater.paper.lab.verdict import ended
 from locater.report.charts import SCALE, specification, told_apart
 from locater.report.page import Section
 from locater.report.tables import markdown_table
@@ -155,15 +157,15 @@ def comparison_chart(sweep: Sweep, runs: Mapping[str, Run]) -> alt.TopLevelMixin
             "change": row.change.mean,
             "low": row.change.mean - (0 if math.isnan(row.change.half) else row.change.half),
             "high": row.change.mean + (0 if math.isnan(row.change.half) else row.change.half),
-            "verdict": row.verdict or "one seed",
+            "verdict": row.verdict.split(",")[0].split(" within")[0] or "one seed",
         }
         for row in rows
     ]
     y = alt.Y("setting:N", title=None, sort=None, axis=alt.Axis(labelLimit=320))
     base = alt.Chart(alt.Data(values=records)).encode(y=y)
     colors = alt.Scale(
-        domain=["lower", "higher", "no difference seen", "one seed"],
-        range=[SCALE[2], SCALE[0], "#888888", "#888888"],
+        domain=["lower", "higher", "equivalent", "undecided", "one seed"],
+        range=[SCALE[2], SCALE[0], "#444444", "#888888", "#888888"],
     )
     color = alt.Color("verdict:N", title="perplexity", scale=colors)
     x = "change of perplexity against the same seed without LocAteR, %"
@@ -350,3 +352,79 @@ def _settings(labels: Sequence[str], runs: Sequence[Run]) -> Section:
     rows.sort(key=lambda row: len(set(map(str, row[1:]))) == 1)
     table = markdown_table([["end", *ends], *rows], ["setting", *labels], is_plain=True)
     return Section(key="run-settings", title="Settings of the runs", text=table)
+
+
+SHORT = {"none": NONE} | {name: READINGS[name] for name in PAIR}
+"""The methods of the protocol's main comparisons, in a legend."""
+_COLORS = ["#222222", SCALE[0], SCALE[2]]
+_DASHES = [[4, 3], [1, 0], [1, 0]]
+
+
+def bands_chart(regimes: Mapping[str, tuple[Sweep, Mapping[str, Run]]]) -> alt.TopLevelMixin:
+    """Perplexity on the whole valid text over training, a band over seeds, a dot at the best."""
+    panels = [_bands(sweep, runs) for sweep, runs in regimes.values()]
+    title = alt.Title(
+        "When models see their text again and again",
+        subtitle="mean and range over seeds; dots: each run at its best",
+        anchor="start",
+    )
+    return alt.concat(*panels, columns=2, title=title).resolve_scale(color="shared")
+
+
+def _bands(sweep: Sweep, runs: Mapping[str, Run]) -> Any:
+    lines, best = [], []
+    for setting in sweep.settings:
+        name = SHORT[setting.method]
+        found = [run.series("whole_valid_loss") for run in ended(sweep, runs, setting).values()]
+        best += [
+            {"method": name, "step": step, "perplexity": math.exp(loss)}
+            for step, loss in (min(series, key=lambda pair: pair[1]) for series in found)
+        ]
+        for points in zip(*found, strict=True):
+            values = [math.exp(loss) for _, loss in points]
+            lines.append(
+                {"method": name, "step": points[0][0], "perplexity": sum(values) / len(values),
+                 "low": min(values), "high": max(values)}
+            )  # fmt: skip
+    floor = min((record["low"] for record in lines), default=1.0)
+    lines = [record for record in lines if record["perplexity"] < 2.5 * floor]
+    looks = told_apart("method", list(SHORT.values()), title=None, colors=_COLORS, dashes=_DASHES)
+    y = alt.Y("perplexity:Q", title="valid perplexity", scale=alt.Scale(zero=False))
+    base = alt.Chart(alt.Data(values=lines)).encode(alt.X("step:Q"), color=looks["color"])
+    dots = alt.Chart(alt.Data(values=best)).mark_point(filled=True, size=40)
+    return alt.layer(
+        base.mark_area(opacity=0.2).encode(y=alt.Y("low:Q", title=""), y2="high:Q"),
+        base.mark_line().encode(y=y, strokeDash=looks["strokeDash"]),
+        dots.encode(x="step:Q", y=y, color=looks["color"]),
+    ).properties(
+        width=300, height=200, title=sweep.question,
+        description=f"Perplexity over training with and without LocAteR, {sweep.question}.",
+    )  # fmt: skip
+
+
+def effects_chart(records: Sequence[Record]) -> alt.TopLevelMixin:
+    """What each reading does to perplexity, against how much text there is."""
+    order = list(dict.fromkeys(record["regime"] for record in records))
+    looks = told_apart(
+        "reading", list(SHORT.values())[1:], title=None,
+        colors=_COLORS[1:], dashes=_DASHES[1:],
+    )  # fmt: skip
+    base = alt.Chart(alt.Data(values=list(records))).encode(
+        x=alt.X("regime:N", sort=order, title=None, axis=alt.Axis(labelAngle=0, labelLimit=200)),
+        xOffset=alt.XOffset("reading:N"),
+        color=looks["color"],
+    )
+    y = alt.Y("change:Q", title="change of perplexity, %")
+    layers = [
+        alt.Chart(alt.Data(values=[{"y": 0}])).mark_rule(strokeDash=[3, 3]).encode(y="y:Q"),
+        base.mark_rule().encode(y=alt.Y("low:Q", title=""), y2="high:Q"),
+        base.mark_point(filled=True, size=60).encode(
+            y=y, shape=alt.Shape("at:N", title=None), tooltip=["reading:N", "at:N", "change:Q"]
+        ),
+    ]
+    return alt.layer(*layers).properties(
+        width=620, height=260,
+        title=alt.Title("LocAteR against none, by how much text there is", anchor="start"),
+        description="Change of perplexity by regime, reading, and whether the best or the last "
+        "step is scored, with 95 % intervals.",
+    )  # fmt: skip
