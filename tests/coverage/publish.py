@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from locater.models.coverage import Known
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "results" / "coverage.json"
 TABLE = ROOT / "src" / "locater" / "models" / "coverage.json"
+DEFAULTS = TABLE.with_name("defaults.json")
 PAGE = ROOT / "docs" / "coverage.md"
 KEPT = ("model_type", "architecture", "status", "gap", "file_gap", "attentions", "counts",
         "is_named", "missing", "notes")  # fmt: skip
@@ -37,6 +39,10 @@ def publish(records: Records) -> None:
         for name, one in sorted(records.items())
     }
     RESULTS.write_text(_lines({"transformers": [version]}, "families", kept))
+    rows = {key: {k: v for k, v in one.items() if v} for key, one in config_defaults().items()}
+    DEFAULTS.write_text(
+        "{\n" + ",\n".join(f" {json.dumps(k)}: {json.dumps(v)}" for k, v in rows.items()) + "\n}\n"
+    )
     TABLE.write_text(_lines({"transformers": version}, "types", types(records)))
     table = json.loads(TABLE.read_text())
     PAGE.write_text(page(known_of(table)))
@@ -124,3 +130,64 @@ minutes); this page is written by its `--publish`.
 
 def _status(one: Known) -> str:
     return {"wrong": "known gap", "skipped": "not read"}.get(str(one.status), str(one.status))
+
+
+_SETTINGS = re.compile(
+    r"(?!linear_|mamba_|index_|guided_|pred_|prediction_|prompt_|mit_|v_head)"
+    r"(\w*(attention_heads|num_heads|n_heads?|key_value_heads|kv_heads|head_dim|head_size)"
+    r"|n_head_kv|d_kv|\w*(rope|rotary|rms_norm_eps|layer_norm_eps|norm_eps|sliding_window)\w*"
+    r"|\w*qk_?(layer)?norm\w*|layer_types|attention_chunk_size|attention_multiplier"
+    r"|query_pre_attn_scalar|key_multiplier|qk_scale_factor|attn_logit_softcapping|multi_query"
+    r"|alibi|new_decoder_architecture|position_embedding_type|relative_attention\w*|pos_att_type"
+    r"|(kv|q)_lora_rank|mla_scale\w*|num_kv_shared_layers|scale_attn\w*|local_attention"
+    r"|global_attn_every_n_layers|clip_qkv|partial_rotary_factor|attention_window_size)"
+)
+
+
+def config_defaults() -> dict[str, dict[str, Any]]:
+    """What transformers' configs assume: attention's settings, other spellings, types of parts."""
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    found: dict[str, dict[str, Any]] = {}
+    for model_type in sorted(CONFIG_MAPPING_NAMES):
+        try:
+            config = transformers.CONFIG_MAPPING[model_type]()
+        except Exception:  # noqa: BLE001  # some have no defaults
+            continue
+        found[model_type] = _of_config(config)
+    return {name: one for name, one in found.items() if any(one.values())}
+
+
+def _of_config(config: Any) -> dict[str, Any]:
+    import transformers
+
+    said = {key: _pattern(value) for key, value in config.to_dict().items() if value is not None}
+    spelled = getattr(type(config), "attribute_map", None) or {}
+    heads, width = (
+        said.get(spelled.get(key, key)) for key in ("num_attention_heads", "hidden_size")
+    )
+    if said.get("num_key_value_heads") == heads:
+        said.pop("num_key_value_heads", None)  # follows from the others, as head_dim does
+    if isinstance(heads, int) and width == heads * (said.get("head_dim") or 0):
+        del said["head_dim"]
+    parts = {
+        key: value.model_type
+        for key, value in vars(config).items()
+        if isinstance(value, transformers.PreTrainedConfig)
+    }
+    return {
+        "own": {key: value for key, value in said.items() if _SETTINGS.fullmatch(key)},
+        "names": {key: name for key, name in spelled.items() if "head" in key or "kv" in key},
+        "parts": parts,
+    }
+
+
+def _pattern(value: Any) -> Any:
+    """A long list that repeats, by what repeats."""
+    if not isinstance(value, list) or len(value) < 3 or not isinstance(value[0], str):
+        return value
+    for size in range(1, len(value) // 2 + 1):
+        if all(value[place] == value[place % size] for place in range(len(value))):
+            return {"every": value[:size]}
+    return value

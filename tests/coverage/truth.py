@@ -34,6 +34,8 @@ class Projection:
     module: str
     is_picture: bool = False
     """By a convolution: (batch, width, …)."""
+    source: Lineage | None = None
+    """Where what was multiplied comes from."""
 
 
 @dataclass(frozen=True)
@@ -212,6 +214,7 @@ class Tracer(TorchDispatchMode):
                 given=args[places[other]].detach().clone(),
                 module=self._module(),
                 is_picture="convolution" in name,
+                source=left if other == 0 else right,
             )
             lineage = Lineage(projections=frozenset({projection}), is_active=True)
         elif left is not None and right is not None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from locater.core.form import QKForm
+from locater.core.form import HeadNorm, QKForm
 from locater.models.layout import Skipped
 from locater.models.live import LiveAttention, discover
 
@@ -121,6 +121,15 @@ def logits_of(form: QKForm, seen: Seen) -> Tensor:
     key = seen.key_input[:, None] @ form.key.mT
     query = query if form.query_bias is None else query + form.query_bias[:, None]
     key = key if form.key_bias is None else key + form.key_bias[:, None]
+    query, key = (
+        vectors
+        if norm is None
+        else torch.stack([norm.apply(*one) for one in zip(vectors, sizes, strict=True)])
+        for norm, vectors, sizes in (
+            (form.query_norm, query, _sizes(form.query_norm, seen.query_input)),
+            (form.key_norm, key, _sizes(form.key_norm, seen.key_input)),
+        )
+    )
     if form.rotary is not None:
         phases = form.rotary.phases(torch.arange(query.shape[-2]))
         query, key = form.rotary.turn(query, phases), form.rotary.turn(key, phases)
@@ -129,6 +138,11 @@ def logits_of(form: QKForm, seen: Seen) -> Tensor:
         return logits
     distance = torch.arange(query.shape[-2])[:, None] - torch.arange(key.shape[-2])
     return logits + form.distance_bias[:, distance.clamp_min(0)]
+
+
+def _sizes(norm: HeadNorm | None, tokens: Tensor) -> Tensor:
+    """What brings queries or keys from the root mean square of their norm to their own norm."""
+    return tokens if norm is None else norm.factor(tokens).movedim(-1, 1)
 
 
 def mismatch(form: QKForm, seen: Seen, *, softcap: float | None = None) -> float:

@@ -28,7 +28,7 @@ from torch.nn.utils import parametrizations
 
 from locater import InputError, LocaterError
 from locater.models.live import LiveAttention, Pair, discover, find_attention
-from locater.models.recipes import layouts
+from locater.models.resolve import layouts
 
 EXACT = 1e-12
 ANGLES = 32 * torch.finfo(torch.float32).eps

@@ -28,8 +28,11 @@ from tests.models.families import (
 )
 
 from locater import InputError, LocaterError
+from locater.models import coverage
+from locater.models.layout import Skipped
 from locater.models.live import LiveAttention, find_attention
-from locater.models.recipes import DEFAULTS, RECIPES, Recipe, Skipped, layouts
+from locater.models.recipes import RECIPES, TRAITS, Recipe
+from locater.models.resolve import layouts
 
 EXACT = 1e-12  # float64 throughout
 ANGLES = 32 * torch.finfo(torch.float32).eps  # models compute angles and slopes in float32
@@ -76,12 +79,15 @@ def test_a_models_own_logits_follow_from_its_form(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NORMED)
-def test_qk_norm_is_flagged_and_the_form_is_exact_without_it(name: str) -> None:
+def test_a_form_with_norms_gives_the_logits_and_without_them_does_not(name: str) -> None:
     run = observed(name)
     assert all(live.layout.qk_norm for live in run.found)
-    assert all("no fixed W_QK" in " ".join(live.layout.caveats) for live in run.found)
-    assert worst(name, run) > 0.1
-    assert worst(name, observed(name, without_qk_norm=True)) < tolerance(name)
+    assert all("root mean square" in " ".join(live.layout.caveats) for live in run.found)
+    assert worst(name, run) < tolerance(name)
+    for live in run.found:
+        plain = replace(live.form(distances=8), query_norm=None, key_norm=None)
+        assert mismatch(plain, run.seen[live.layout.name], softcap=softcap(name)) > 0.1
+    assert worst(name, observed(name, without_qk_norm=True)) > 0.1
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -115,14 +121,23 @@ def test_a_saved_checkpoint_holds_the_forms_of_the_live_model(name: str, tmp_pat
 def test_every_model_type_that_a_row_names_was_put_to_the_test() -> None:
     tested = {live.layout.family for name in FAMILIES for live in observed(name).found}
     tested |= {observed(name).model.config.model_type for name in FAMILIES}
+    tested |= {one.model_type for one in coverage.every() if one.status is not None}
     assert {kind for row in RECIPES for kind in row.model_types} <= tested
+    known = set(transformers_types())
+    assert {kind for kinds in TRAITS.values() for kind in kinds} <= known
+
+
+def transformers_types() -> list[str]:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    return list(CONFIG_MAPPING_NAMES)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_form_gives_each_query_head_its_groups_key_head(name: str) -> None:
     for live in observed(name).found:
         layout, form = live.layout, live.form(distances=8)
-        if layout.rotary is not None and layout.rotary.magnitude != 1:
+        if layout.qk_norm or (layout.rotary is not None and layout.rotary.magnitude != 1):
             continue  # its form is scaled
         group = torch.arange(layout.heads) // (layout.heads // layout.kv_heads)
         assert torch.equal(form.query, live.query_weight())
@@ -138,8 +153,8 @@ def test_a_form_gives_each_query_head_its_groups_key_head(name: str) -> None:
 
 @pytest.mark.parametrize("name", FUSED)
 def test_a_fused_tensor_cut_the_other_way_is_wrong(name: str) -> None:
-    other = {"grouped": "concatenated", "concatenated": "grouped"}
-    swapped = [replace(row, packing=other[row.packing]) for row in RECIPES]
+    other = {"grouped": "concatenated"}
+    swapped = [replace(row, packing=other.get(row.packing, "grouped")) for row in RECIPES]
     run = observed(name)
     for live in find_attention(run.model, recipes=swapped):
         form = live.form(distances=8)
@@ -278,18 +293,11 @@ def test_llama_in_the_order_of_its_authors_and_of_llama_cpp(
 
 
 def test_the_defaults_are_those_of_transformers() -> None:
-    import transformers
+    from tests.coverage.publish import DEFAULTS, config_defaults
 
-    classes = transformers.CONFIG_MAPPING
-    for model_type, known in DEFAULTS.items():
-        settings = classes[model_type]().to_dict()
-        for key, value in known.items():
-            if key in settings:
-                assert settings[key] == value, (model_type, key)
-    rope = classes["gemma3_text"]().to_dict()["rope_parameters"]
-    assert rope["full_attention"]["rope_theta"] == DEFAULTS["gemma3_text"]["rope_theta"]
-    local = rope["sliding_attention"]["rope_theta"]
-    assert local == DEFAULTS["gemma3_text"]["rope_local_base_freq"]
+    stored = json.loads(DEFAULTS.read_text())
+    now = {name: {k: v for k, v in one.items() if v} for name, one in config_defaults().items()}
+    assert stored == json.loads(json.dumps(now))
 
 
 def test_a_composite_config_that_leaves_its_defaults_out_is_completed() -> None:
@@ -399,19 +407,29 @@ def test_an_attention_that_no_recipe_reads_is_skipped_and_named() -> None:
     assert skipped[0].reason == "no recipe reads q_proj.qweight, k_proj.qweight"
 
 
-def test_latent_attention_is_skipped_because_a_norm_stands_between_its_factors() -> None:
+def test_latent_attention_is_a_form_with_its_norms_at_their_root_mean_square() -> None:
     import transformers
 
     transformers.logging.set_verbosity_error()
-    latent = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4}
+    latent = {"q_lora_rank": 8, "kv_lora_rank": 6, "qk_rope_head_dim": 4, "qk_nope_head_dim": 2}
     experts = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
     config = transformers.DeepseekV3Config(**SHARED | latent | experts | {"v_head_dim": 4})
-    model = transformers.AutoModel.from_config(config)
-    found, skipped = layouts(shapes_of(model), config.to_dict())
-    assert not found and len(skipped) == 2
-    assert "normalizes between its low-rank factors" in skipped[0].reason
-    with pytest.raises(LocaterError, match="latent attention normalizes"):
-        find_attention(model)
+    model = shaken(transformers.AutoModel.from_config(config).double())
+    found = find_attention(model)
+    assert all("latent attention" in " ".join(one.layout.caveats) for one in found)
+    module, form = model.layers[0].self_attn, found[0].form()
+    down, gain = module.q_a_proj.weight, module.q_a_layernorm.weight
+    inner = gain[:, None] * down * (8 / (down.square().sum() + 8e-6)).sqrt()
+    query = (module.q_b_proj.weight @ inner).unflatten(0, (4, 6))
+    down, gain = module.kv_a_proj_with_mqa.weight, module.kv_a_layernorm.weight
+    inner = gain[:, None] * down[:6] * (6 / (down[:6].square().sum() + 6e-6)).sqrt()
+    key = (module.kv_b_proj.weight @ inner).unflatten(0, (4, 6))[:, :2]
+    torch.testing.assert_close(form.query[:, :4], query[:, 2:])
+    torch.testing.assert_close(form.query[:, 4:], query[:, :2])
+    torch.testing.assert_close(form.key[:, :4], down[6:].expand(4, -1, -1))
+    torch.testing.assert_close(form.key[:, 4:], key)
+    assert form.rotary is not None and form.rotary.frequencies.shape == (2,)
+    assert form.rotary.layout == "interleaved"
 
 
 def test_an_unnamed_model_type_is_read_by_its_names_and_says_so() -> None:

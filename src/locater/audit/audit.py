@@ -27,8 +27,8 @@ from locater.models.layout import AttentionLayout, Skipped
 from locater.models.live import AnyPair, discover
 from locater.models.names import Shapes, plain_name
 from locater.models.norms import Norm, norms
-from locater.models.recipes import RECIPES, layouts
-from locater.models.resolve import INPUT_CAVEAT, Recipe
+from locater.models.recipes import RECIPES, Recipe
+from locater.models.resolve import INPUT_CAVEAT, layouts
 
 Report = Callable[[int, int], None]
 Tensors = Mapping[str, Tensor]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -97,6 +98,14 @@ class LocAteR:
         self._search = partial(find_attention, model, recipes=recipes, pairs=pairs, layers=layers)
         self._running: dict[str, RunningCovariance] = {}
         self._find()
+        normed = [one.layout.name for one in self.attentions if one.layout.qk_norm]
+        if normed:
+            warnings.warn(
+                f"{len(normed)} attentions normalize queries and keys (qk-norm), {normed[0]} among "
+                "them: shrinking their weights does not shrink the logits. Their norms' gains "
+                "would: weight decay on those acts, or a Pair without norms.",
+                stacklevel=2,
+            )
 
     def _find(self) -> None:
         """Take the attentions that the model has now, each with its covariance so far."""
@@ -244,6 +253,9 @@ class LocAteR:
 
     def _weights(self, attention: LiveAttention, *, is_whole: bool = False) -> _Weights:
         layout = attention.layout
+        if layout.is_latent:  # the factors' product with their norms at the root mean square
+            form = attention.form(distances=1)
+            return _Weights(attention, form.query, form.key, None, (form.query, form.key))
         query = attention.sources[layout.query.weight].read()
         if layout.query.weight == layout.key.weight:
             query = _whole(query)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -82,6 +83,113 @@ class Rotary:
 
 
 @dataclass(frozen=True, eq=False)
+class HeadNorm:
+    """A norm between projection and product (qk-norm, MLA), taken at its root mean square.
+
+    The model divides by ‖y‖, y = rows·x + bias; for Gaussian tokens ‖y‖ concentrates, so a form
+    divides by its root mean square instead and W_QK exists again.  `deviation` says how far ‖y‖
+    strays from it, which is the size of what is left out.
+
+    >>> norm = HeadNorm(torch.eye(4)[None], torch.tensor([2.0]))
+    >>> norm.mean_square(), norm.deviation()
+    (tensor([4.], dtype=torch.float64), tensor([0.3536], dtype=torch.float64))
+    """
+
+    rows: Float[Tensor, "*heads size model"]  # of each head, or one for all heads
+    size: Float[Tensor, "*heads"]
+    """The root mean square that stands in the form's factor."""
+    bias: Float[Tensor, "*heads size"] | None = None
+    shift: Float[Tensor, "*heads head"] | None = None
+    """The part of the form's bias that is added after the norm."""
+    eps: float = 0.0
+    """What the model adds to the mean square of y."""
+    start: int = 0
+    stop: int | None = None
+    """The dimensions of the head that the norm scales."""
+
+    def _gram(self, covariance: Tensor | None) -> Tensor:
+        rows = self.rows.double()
+        return (rows if covariance is None else rows @ covariance.to(rows)) @ rows.mT
+
+    def _mean(self, mean: Tensor | None) -> Tensor:
+        rows = self.rows.double()
+        moved = rows.new_zeros(rows.shape[:-1]) if mean is None else rows @ mean.to(rows)
+        return moved if self.bias is None else moved + self.bias.double()
+
+    def mean_square(
+        self,
+        covariance: Float[Tensor, "model model"] | None = None,
+        mean: Float[Tensor, " model"] | None = None,
+    ) -> Float[Tensor, "*heads"]:
+        """E‖y‖² for tokens of this covariance (Σ = I by default) and mean."""
+        rows = self.rows.double()
+        trace = ((rows if covariance is None else rows @ covariance.to(rows)) * rows).sum((-2, -1))
+        return trace + self._mean(mean).square().sum(-1) + self.eps * self.rows.shape[-2]
+
+    def deviation(
+        self,
+        covariance: Float[Tensor, "model model"] | None = None,
+        mean: Float[Tensor, " model"] | None = None,
+    ) -> Float[Tensor, "*heads"]:
+        """How far ‖y‖ strays: half of √(2 tr G² + 4 mᵀGm)/E‖y‖², for Gaussian tokens."""
+        gram, mu = self._gram(covariance), self._mean(mean)
+        along = (gram @ mu[..., None])[..., 0]
+        variance = 2 * gram.square().sum((-2, -1)) + 4 * (mu * along).sum(-1)
+        return variance.sqrt() / (2 * self.mean_square(covariance, mean))
+
+    def factor(self, tokens: Float[Tensor, "*batch model"]) -> Float[Tensor, "*batch heads"]:
+        """What the form's queries or keys of these tokens are to be multiplied with, exactly."""
+        rows = self.rows.flatten(0, -3) if self.rows.ndim > 2 else self.rows[None]
+        moved = torch.einsum("...m,hsm->...hs", tokens.double(), rows.double())
+        if self.bias is not None:
+            moved = moved + self.bias.double().reshape(rows.shape[:2])
+        square = moved.square().sum(-1) + self.eps * rows.shape[-2]
+        return self.size.double().reshape(-1) / square.sqrt()
+
+    def scaled(self, part: Tensor, ratio: Float[Tensor, "*heads"], axis: int = -1) -> Tensor:
+        """A part of the heads with its normalized dimensions, along an axis, scaled."""
+        inside = torch.zeros(part.shape[axis], dtype=torch.bool, device=part.device)
+        inside[self.start : self.stop] = True
+        gain = ratio.to(part).reshape(*ratio.shape, *[1] * (part.ndim - ratio.ndim))
+        inside = inside.reshape(-1, *[1] * (-1 - axis))
+        return torch.where(inside, part * gain, part)
+
+    def apply(
+        self, vectors: Float[Tensor, "*batch head"], sizes: Float[Tensor, "*some"]
+    ) -> Float[Tensor, "*batch head"]:
+        """The form's queries or keys multiplied by their `factor`, but for what comes after."""
+        if self.shift is None:
+            return self.scaled(vectors, sizes)
+        axes = vectors.ndim - self.shift.ndim
+        shift = self.shift.to(vectors).unflatten(-1, (*[1] * axes, -1)) if axes else self.shift
+        return self.scaled(vectors - shift, sizes) + shift
+
+    def _mapped(self, function: Callable[[Tensor], Tensor]) -> HeadNorm:
+        """What belongs to heads, changed; what all heads share stays."""
+        names = ("shift",) if self.rows.shape[0] == 1 else ("rows", "size", "bias", "shift")
+        changed: dict[str, Any] = {
+            name: function(part) for name in names if (part := getattr(self, name)) is not None
+        }
+        return replace(self, **changed)
+
+    def taken(self, heads: tuple[Any, ...]) -> HeadNorm:
+        """Of some heads."""
+        return self._mapped(lambda part: part[(*heads, ...)])
+
+    def repeated(self, share: int) -> HeadNorm:
+        """For heads that share a key."""
+        return self._mapped(lambda part: part.repeat_interleave(share, 0))
+
+    def to(self, device: torch.device | None) -> HeadNorm:
+        """On another device."""
+        names = ("rows", "size", "bias", "shift")
+        moved: dict[str, Any] = {
+            name: part.to(device) for name in names if (part := getattr(self, name)) is not None
+        }
+        return replace(self, **moved)
+
+
+@dataclass(frozen=True, eq=False)
 class QKForm:
     """A stack of heads' W_QK = W_Qᵀ W_K (Section 2), kept as the two factors a checkpoint stores.
 
@@ -103,6 +211,9 @@ class QKForm:
     """Added to the logit of the key that many tokens before the query (ALiBi, T5)."""
     is_symmetric: bool = False
     """Known to be symmetric: the law of its scores then needs no eigenproblem per position."""
+    query_norm: HeadNorm | None = None
+    key_norm: HeadNorm | None = None
+    """Norms between projection and product; their root mean square is in the factors."""
 
     def __post_init__(self) -> None:
         shape, heads = tuple(self.query.shape), tuple(self.query.shape[:-2])
@@ -218,6 +329,40 @@ class QKForm:
         names = ("query", "key", "query_bias", "key_bias", "distance_bias")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
+    def _norms(self) -> dict[str, Any]:
+        names = ("query_norm", "key_norm")
+        return {name: norm for name in names if (norm := getattr(self, name)) is not None}
+
+    def under(
+        self,
+        covariance: Float[Tensor, "model model"] | None = None,
+        mean: Float[Tensor, " model"] | None = None,
+    ) -> QKForm:
+        """The form with its norms at their root mean square for tokens of this covariance.
+
+        Scaling the weights before a norm then changes nothing, as in the model.  A form without
+        norms is returned as it is.
+
+        >>> rows = torch.eye(2, 3)[None]
+        >>> norm = HeadNorm(rows, torch.tensor([2.0]).sqrt())
+        >>> form = QKForm(rows, rows, temperature=1.0, query_norm=norm)
+        >>> form.under(4 * torch.eye(3)).trace()
+        tensor([1.])
+        """
+        changes: dict[str, Any] = {}
+        for name, norm in self._norms().items():
+            size = norm.mean_square(covariance, mean).sqrt()
+            ratio = norm.size.double() / size
+            side = name.removesuffix("_norm")
+            changes |= {
+                name: replace(norm, size=size),
+                side: norm.scaled(getattr(self, side), ratio, -2),
+            }
+            bias = getattr(self, f"{side}_bias")
+            if bias is not None:
+                changes[f"{side}_bias"] = norm.apply(bias, ratio)
+        return replace(self, **changes) if changes else self
+
     def __getitem__(self, heads: Any) -> QKForm:
         """Some heads of the stack, by whatever indexes its axes: form[3], form[2:4], form[0, 1].
 
@@ -237,7 +382,8 @@ class QKForm:
                 f"a stack of heads {stack} has no [{', '.join(map(str, index))}].",
                 hint="index the axes before (head, model), counted from 0.",
             ) from error
-        return replace(self, **parts)
+        norms = {name: norm.taken(index) for name, norm in self._norms().items()}
+        return replace(self, **parts, **norms)
 
     @property
     def T(self) -> QKForm:  # noqa: N802
@@ -277,7 +423,8 @@ class QKForm:
         rotary = self.rotary and Rotary(
             self.rotary.frequencies.to(device=device, dtype=dtype), self.rotary.layout
         )
-        return replace(self, **moved, rotary=rotary)
+        norms = {name: norm.to(device) for name, norm in self._norms().items()}
+        return replace(self, **moved, **norms, rotary=rotary)
 
     def at_offset(self, offset: int) -> QKForm:
         """The form of a query and the key so many tokens before it: W_Qᵀ R W_K, no longer turning.
@@ -342,7 +489,8 @@ class QKForm:
 
         With `share`, so many neighboring heads have the same key, which is then multiplied once.
         """
-        query, key = self.query.double(), self.key[::share].double()
+        form = self if covariance is None else self.under(covariance)
+        query, key = form.query.double(), form.key[::share].double()
         if covariance is not None:
             check_covariance(covariance, size=query.shape[-1])
             covariance = covariance.to(query)

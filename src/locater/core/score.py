@@ -79,6 +79,11 @@ class HeadMoments:
                     f"the process has {part.shape[1]} dimensions, the form has {model}.",
                     hint=f"give {name} of the form's model dimension.",
                 )
+        form = form.under(process.covariance)
+        kernel = process.kernel
+        if form.query_norm is not None and form.key_norm is not None:
+            size = kernel.diagonal().clamp_min(torch.finfo(kernel.dtype).tiny).sqrt()
+            kernel = kernel / size / size[:, None]  # norms take out how tokens grow with time
         if spectrum is None:
             form = form.balanced()
             query, key = form.query.double(), form.key.double()
@@ -86,7 +91,7 @@ class HeadMoments:
             spectrum = Spectrum(query, key, form.temperature, sigma)
         query_mean, key_mean = _means(form, process)
         return cls(
-            process.kernel.to(spectrum.query),
+            kernel.to(spectrum.query),
             spectrum.query_gram,
             spectrum.key_gram,
             torch.zeros_like(spectrum.cross_gram) if is_cross else spectrum.cross_gram,
@@ -340,6 +345,12 @@ class SampledHeads:
             query = query + form.query_bias[..., None, :]
         if form.key_bias is not None:
             key = key + form.key_bias[..., None, None, :]
+        if form.query_norm is not None:  # exactly: with samples no norm need be approximated
+            sizes = form.query_norm.factor(samples[:, -1]).T
+            query = form.query_norm.apply(query, sizes)
+        if form.key_norm is not None:
+            sizes = form.key_norm.factor(samples).movedim(-1, 0)
+            key = form.key_norm.apply(key, sizes)
         if form.rotary is not None:
             key = form.rotary.turn(key, _phases(form.rotary, samples.shape[1]))
         return cls(query, key, form.temperature, _shift(form, samples.shape[1]))

@@ -49,10 +49,22 @@ class Known:
 
 
 @cache
-def _table() -> dict[str, Any]:
-    text = resources.files("locater.models").joinpath("coverage.json").read_text("utf-8")
+def _table(name: str = "coverage.json") -> dict[str, Any]:
+    text = resources.files("locater.models").joinpath(name).read_text("utf-8")
     table: dict[str, Any] = json.loads(text)
     return table
+
+
+def defaults(model_type: object) -> dict[str, Any]:
+    """What transformers assumes where a config of this type is silent.
+
+    `own` holds settings of attention, `names` other spellings, `parts` the types of its parts.
+
+    >>> defaults("clip_text_model")["own"]["num_attention_heads"]
+    8
+    """
+    assumed: dict[str, Any] = _table("defaults.json").get(str(model_type), {})
+    return assumed
 
 
 def known(model_type: str | None) -> Known:

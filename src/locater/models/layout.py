@@ -2,19 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from locater.core.form import QKForm
+from locater.core.form import HeadNorm, QKForm
 from locater.errors import InputError, guarded
 from locater.models.positions import RotarySpec, alibi_slopes, relative_buckets
 
 Kind = Literal["self", "cross"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormSpec:
+    """A norm between a projection and what reads it: of each head, of all heads, of a latent."""
+
+    gain: str | None = None
+    """The stored gains, (size,) or one row for each head; None: the norm has none."""
+    bias: str | None = None
+    adds_one: bool = False
+    """The gain is 1 + weight."""
+    is_centered: bool = False
+    """A LayerNorm: the mean is taken out first."""
+    over_all: bool = False
+    """All heads are normalized as one vector."""
+    eps: float = 1e-6
+    power: float = 0.5
+    """What comes out has the length size ** power: √size (RMSNorm), or 1 (power 0)."""
+
+    def gains(self, tensors: Mapping[str, Tensor], like: Tensor) -> Tensor | None:
+        """What the normalized vector is multiplied with."""
+        if self.gain is None:
+            return None
+        weight = tensors[self.gain].to(like)
+        return weight + 1 if self.adds_one else weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +59,25 @@ class Projection:
     """… of which inner[first:last] are ours."""
     bias_start: int | None = None
     """The bias' first row, where it is not the weight's."""
+    is_bias_apart: bool = False
+    """The bias holds these heads alone, though the weight holds more."""
     scale: str | None = None
     """The tensor that an 8-bit weight is to be multiplied with: whole, by rows or by blocks."""
+    width: int | None = None
+    """Rows stored for each head, of which the first are ours; head_dim where none is said."""
+    multiplier: float = 1.0
+    norm: NormSpec | None = None
+    """The norm of what comes out."""
+    through: Projection | None = None
+    """The projection to a latent vector whose normalized values this one reads (MLA)."""
+
+    @property
+    def tensors(self) -> Iterator[str]:
+        """The stored tensors that it is made of."""
+        norm = (self.norm.gain, self.norm.bias) if self.norm else ()
+        yield from (name for name in (self.weight, self.bias, self.scale, *norm) if name)
+        if self.through is not None:
+            yield from self.through.tensors
 
     def unpacked(self, tensors: Mapping[str, Tensor]) -> Float[Tensor, "_ _"]:
         """The stored weight, times its scale where it has one."""
@@ -64,14 +106,67 @@ class Projection:
         self, tensor: Float[Tensor, " rows"], head_dim: int
     ) -> Float[Tensor, "heads head"]:
         """The heads of this projection in the stored bias."""
+        if self.is_bias_apart:
+            return tensor.reshape(-1, head_dim)
         if self.bias_start is None or self.stop is None:
             return self._ours(tensor[self.start : self.stop], head_dim)
         stop = self.bias_start + self.stop - self.start
         return self._ours(tensor[self.bias_start : stop], head_dim)
 
     def _ours(self, rows: Tensor, head_dim: int) -> Tensor:
-        blocks = rows.unflatten(0, (-1, self.inner, head_dim))
-        return blocks[:, self.first : self.last].flatten(0, 1)
+        blocks = rows.unflatten(0, (-1, self.inner, self.width or head_dim))
+        return blocks[:, self.first : self.last].flatten(0, 1)[:, :head_dim]
+
+    def side(
+        self, tensors: Mapping[str, Tensor], head_dim: int, heads: slice
+    ) -> tuple[Tensor, Tensor | None, HeadNorm | None]:
+        """Some heads' factor, their bias, and the norm whose root mean square is in both."""
+        factor = self.heads(self.unpacked(tensors), head_dim)
+        bias = None if self.bias is None else self.bias_heads(tensors[self.bias], head_dim)
+        norm = None
+        if self.norm is not None:
+            factor, bias, norm = self._normalized(factor, bias, self.norm, tensors)
+        factor, bias = factor[heads], None if bias is None else bias[heads]
+        norm = None if norm is None else norm.taken((heads,))
+        if self.through is not None:
+            weight, inner = self.through, slice(None)
+            rank = factor.shape[-1]
+            latent, moved, norm = weight.side(tensors, rank, inner)
+            if moved is not None:
+                more = (factor @ moved[..., None])[..., 0]
+                bias = more if bias is None else bias + more
+            if norm is not None and norm.shift is not None:
+                norm = replace(norm, shift=(factor @ norm.shift[..., None])[..., 0])
+            factor = factor @ latent
+        if self.multiplier != 1:
+            factor = factor * self.multiplier
+            bias = None if bias is None else bias * self.multiplier
+        return factor, bias, norm
+
+    @staticmethod
+    def _normalized(
+        factor: Tensor, bias: Tensor | None, spec: NormSpec, tensors: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor | None, HeadNorm]:
+        """Heads that a norm follows, at its root mean square for tokens of unit variance."""
+        shape = factor.shape[:2]
+        rows = factor.flatten(0, 1)[None] if spec.over_all else factor
+        offset = None if bias is None else bias.reshape(rows.shape[:2])
+        if spec.is_centered:
+            rows = rows - rows.mean(-2, keepdim=True)
+            offset = None if offset is None else offset - offset.mean(-1, keepdim=True)
+        norm = HeadNorm(rows, torch.ones(rows.shape[0]), offset, eps=spec.eps)
+        size = norm.mean_square().sqrt()
+        scale = (rows.shape[-2] ** spec.power / size).to(rows)[:, None]
+        gain = spec.gains(tensors, rows)
+        if gain is not None:
+            scale = scale * gain.reshape(-1, rows.shape[-2])
+        factor = (rows * scale[..., None]).reshape(factor.shape)
+        bias = None if offset is None else (offset * scale).reshape(shape)
+        shift = None
+        if spec.bias is not None:
+            shift = tensors[spec.bias].to(factor).reshape(-1, shape[1]).expand(shape)
+            bias = shift if bias is None else bias + shift
+        return factor, bias, HeadNorm(rows, size, offset, shift, spec.eps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +186,9 @@ class AttentionLayout:
     model: int
     temperature: float
     rotary: RotarySpec | None = None
+    key_turned: Projection | None = None
+    """Key dimensions that all heads share and that alone turn (MLA); they come first in the form,
+    and the last rows of each query head with them."""
     qk_norm: bool = False
     position_bias: str | None = None  # "alibi", "scaled alibi", "t5"
     position_weight: str | None = None
@@ -100,18 +198,17 @@ class AttentionLayout:
     """What the spectrum of W_Qᵀ W_K leaves out here, in words."""
 
     @property
+    def is_latent(self) -> bool:
+        """Queries or keys are made through a latent vector (MLA)."""
+        return self.query.through is not None or self.key.through is not None
+
+    @property
     def tensors(self) -> tuple[str, ...]:
         """The stored tensors that the form is made of, each once."""
-        names = (
-            self.query.weight,
-            self.key.weight,
-            self.query.bias,
-            self.key.bias,
-            self.query.scale,
-            self.key.scale,
-            self.position_weight,
-        )
-        return tuple(dict.fromkeys(name for name in names if name))
+        sides = (self.query, self.key, *((self.key_turned,) if self.key_turned else ()))
+        names = [name for side in sides for name in side.tensors]
+        names += [self.position_weight] if self.position_weight else []
+        return tuple(dict.fromkeys(names))
 
     def form(
         self,
@@ -138,30 +235,67 @@ class AttentionLayout:
         share = self.heads // self.kv_heads
         first, last, _ = key_heads.indices(self.kv_heads)
         ours = slice(first * share, last * share)
-        query = self.query.heads(self.query.unpacked(tensors), self.head_dim)[ours]
-        key = self.key.heads(self.key.unpacked(tensors), self.head_dim)[first:last]
-        biases = [
-            side.bias_heads(tensors[side.bias], self.head_dim)[some] if side.bias else None
-            for side, some in ((self.query, ours), (self.key, slice(first, last)))
-        ]
-        if biases[1] is not None:
-            biases[1] = self._shared(biases[1])
+        own = self.head_dim - self.turned_rows
+        query, query_bias, query_norm = self.query.side(tensors, self.head_dim, ours)
+        key, key_bias, key_norm = self.key.side(tensors, own, slice(first, last))
+        if self.key_turned is not None:
+            query, query_bias, key, key_bias, key_norm = self._turned_first(
+                tensors, query, query_bias, key, key_bias, key_norm
+            )
+        if share > 1:
+            key, key_bias = self._shared(key), None if key_bias is None else self._shared(key_bias)
+            key_norm = None if key_norm is None else key_norm.repeated(share)
         if self.rotary is not None and self.rotary.magnitude != 1:
             gain = torch.ones(self.head_dim, dtype=query.dtype, device=query.device)
             gain[: self.rotary.dimensions] = self.rotary.magnitude
             query, key = query * gain[:, None], key * gain[:, None]
-            biases = [None if bias is None else bias * gain for bias in biases]
-        rotary = None if self.rotary is None else self.rotary.rotary()
+            query_bias, key_bias = (
+                None if bias is None else bias * gain for bias in (query_bias, key_bias)
+            )
         by_distance = self._distance_bias(tensors, distances, like=query)
         return QKForm(
             query,
-            self._shared(key),
+            key,
             self.temperature,
-            query_bias=biases[0],
-            key_bias=biases[1],
-            rotary=rotary,
+            query_bias=query_bias,
+            key_bias=key_bias,
+            rotary=None if self.rotary is None else self.rotary.rotary(),
             distance_bias=None if by_distance is None else by_distance[ours],
+            query_norm=query_norm,
+            key_norm=key_norm,
         )
+
+    @property
+    def turned_rows(self) -> int:
+        """How many key dimensions all heads share."""
+        if self.key_turned is None or self.key_turned.stop is None:
+            return 0
+        return self.key_turned.stop - self.key_turned.start
+
+    def _turned_first(
+        self,
+        tensors: Mapping[str, Tensor],
+        query: Tensor,
+        query_bias: Tensor | None,
+        key: Tensor,
+        key_bias: Tensor | None,
+        key_norm: HeadNorm | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, HeadNorm | None]:
+        """Put the dimensions that turn before those that do not."""
+        assert self.key_turned is not None
+        count = self.turned_rows
+        turned, turned_bias, _ = self.key_turned.side(tensors, count, slice(None))
+        key = torch.cat((turned.expand(key.shape[0], -1, -1), key), 1)
+        if key_bias is not None or turned_bias is not None:
+            rest = key.new_zeros(key.shape[0], self.head_dim - count)
+            first = key.new_zeros(1, count) if turned_bias is None else turned_bias
+            key_bias = torch.cat(
+                (first.expand(key.shape[0], -1), rest if key_bias is None else key_bias), 1
+            )
+        query = query.roll(count, 1)
+        query_bias = None if query_bias is None else query_bias.roll(count, 1)
+        key_norm = None if key_norm is None else replace(key_norm, start=count)
+        return query, query_bias, key, key_bias, key_norm
 
     def _shared(self, heads: Tensor) -> Tensor:
         """Give every query head its group's key head."""

@@ -17,11 +17,12 @@ from torch.nn.utils import parametrize
 
 from locater.core.form import QKForm
 from locater.errors import InputError, LocaterError
+from locater.models.coverage import defaults
 from locater.models.layout import AttentionLayout, Projection, Skipped
 from locater.models.names import plain_name
 from locater.models.positions import Config
-from locater.models.recipes import RECIPES
-from locater.models.resolve import HEADS, INPUT_CAVEAT, Recipe, layouts_by_config
+from locater.models.recipes import HEADS, RECIPES, Recipe
+from locater.models.resolve import INPUT_CAVEAT, layouts_by_config, own_config
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,12 +131,16 @@ class LiveAttention:
     @property
     def query_parameters(self) -> tuple[nn.Parameter, ...]:
         """The parameters that W_Q is made of."""
-        return self.sources[self.layout.query.weight].parameters
+        return self._parameters(self.layout.query)
 
     @property
     def key_parameters(self) -> tuple[nn.Parameter, ...]:
         """The parameters that W_K is made of."""
-        return self.sources[self.layout.key.weight].parameters
+        return self._parameters(self.layout.key)
+
+    def _parameters(self, side: Projection) -> tuple[nn.Parameter, ...]:
+        below = () if side.through is None else self._parameters(side.through)
+        return (*self.sources[side.weight].parameters, *below)
 
     def form(self, *, distances: int = 2048) -> QKForm:
         """Every query head's form, with the biases and rotation that the model has.
@@ -307,6 +312,8 @@ def _config_of(modules: Mapping[str, nn.Module], attention: str) -> Config:
     named = [config for config in configs if config.get("model_type")]
     headed = [config for config in configs if any(key in config for key in HEADS)]
     config = next(iter([*named, *headed]), {})
+    if defaults(config.get("model_type")):  # then its modules say nothing that files do not
+        return own_config(attention, config)
     own = vars(modules[attention]) if attention in modules else {}
     simple = {key: value for key, value in own.items() if isinstance(value, (bool, int, float))}
     if named:  # a config that names its family says all but the temperature of an unknown one

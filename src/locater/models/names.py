@@ -56,6 +56,9 @@ class Names:
             if module:
                 attention, _, child = module.rpartition(".")
                 owners.setdefault(f"{child}.{leaf}", []).append(attention)
+                if child == "linear":  # a projection wrapped in a module of its own
+                    above, _, name = attention.rpartition(".")
+                    owners.setdefault(f"{name}.{child}.{leaf}", []).append(above)
         return cls(stored, shapes, owners)
 
     def __contains__(self, name: object) -> bool:
@@ -80,6 +83,39 @@ class Names:
             for depth, part in enumerate(parts)
             if _NORM.fullmatch(part)
         )
+
+    def norm_of(self, attention: str, side: str) -> str | None:
+        """The child that normalizes an attention's queries or keys, if it stores gains."""
+        for child in sorted(self.children.get(attention, ())):
+            if _NORM.fullmatch(child) and _side(child) == side:
+                return child if join(attention, child, "weight") in self else None
+        return None
+
+    @cached_property
+    def children(self) -> dict[str, set[str]]:
+        """The names directly below each module."""
+        found: dict[str, set[str]] = {}
+        for name in self.stored:
+            parts = name.split(".")
+            for depth in range(1, len(parts)):
+                found.setdefault(".".join(parts[:depth]), set()).add(parts[depth])
+        return found
+
+    def leftovers(self, attention: str, used: Iterable[str]) -> list[str]:
+        """Children of an attention that hold terms of the logits, beside those that are used."""
+        place = attention.removesuffix(".self")
+        known = {plain_name(name) for name in used}
+        left: dict[str, None] = {}
+        for child in sorted(self.children.get(place, ())):
+            inside = (
+                [child, *self.children.get(join(place, child), ())] if child == "self" else [child]
+            )
+            for leaf in inside:
+                full = join(attention if leaf != child else place, leaf)
+                is_used = any(name == full or name.startswith(f"{full}.") for name in known)
+                if _TERM.search(leaf) and not is_used and not _NORM.fullmatch(leaf):
+                    left[leaf] = None
+        return list(left)
 
     def unrecognized(self, known: Container[str]) -> Iterator[Skipped]:
         """Modules with what look like queries or keys, other than the known ones."""
@@ -123,7 +159,9 @@ def join(*parts: str) -> str:
 
 
 _LAYER = re.compile(r"(?:layers?|blocks?|groups|blk|(?:^|\.)h)\.(\d+)(?:\.|$)")
-_CROSS = re.compile(r"(?:^|\.)(?:cross_?att\w*|encoder_attn|enc_?dec_?att\w*)(?:\.|$)", re.I)
+_CROSS = re.compile(
+    r"(?:^|\.)(?:\w*cross_?att\w*|encoder_attn|enc(?:oder)?_?dec(?:oder)?_?att\w*)(?:\.|$)", re.I
+)
 _TOWERS = {
     "vision": re.compile(r"(?:^|\.)(?:vision_?\w*|visual|image_encoder)\."),
     "audio": re.compile(r"(?:^|\.)audio_\w+\."),
@@ -131,8 +169,18 @@ _TOWERS = {
 }
 _STACKS = {part: re.compile(rf"(?:^|\.){part}\.") for part in ("decoder", "encoder")}
 _NORM = re.compile(r"(?:q|k|query|key)_?(?:layer)?_?(?:norm|ln)|(?:norm|ln)_?[qk]", re.I)
+_TERM = re.compile(
+    r"rel(?:ative)?_|(?:^|_)pos(?:ition)?_|linear_pos|distance_emb|logit_scale|r_kernel|"
+    r"(?:add|cross|extra)\w*_(?:q|k|query|key)(?:_|$)|indexer",
+    re.I,
+)
 _SUSPECT = re.compile(r"(?:\w+_)?(?:w?q|w?k|w?qkv?\w?|query|key)(?:_\w+)?", re.I)
 _NO_WEIGHT = re.compile(r"norm|ln|bias|embed|scale", re.I)
+
+
+def _side(norm: str) -> str:
+    word = re.sub("norm|layer|ln|_", "", norm.lower())
+    return {"q": "query", "k": "key"}.get(word[:1], "")
 
 
 def layer_number(attention: str) -> int | None:

@@ -6,6 +6,7 @@ Everything is read from a config mapping, old spellings and new, and computed wi
 from __future__ import annotations
 
 import math
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,8 @@ class RotarySpec:
     """The rule that stretched the frequencies for longer texts: linear, llama3, yarn, …"""
     magnitude: float = 1.0
     """What the turned dimensions of query and key are both multiplied by (yarn, longrope)."""
+    is_sectioned: bool = False
+    """Tokens of pictures have several positions, each for a section of the pairs (Qwen-VL)."""
 
     @property
     def dimensions(self) -> int:
@@ -45,6 +48,10 @@ def rotary_spec(config: Config, *, head_dim: int, layer: int, layout: Layout) ->
     """Read the rotary embedding of one layer; None where the config switches it off."""
     skipped = config.get("no_rope_layers") or ()
     if layer < len(skipped) and not skipped[layer]:
+        return None
+    stored = first_of(config, "rope_parameters") or {}
+    kind = layer_type(config, layer)
+    if kind in stored and stored[kind] is None:
         return None
     rope = rope_settings(config, layer)
     base = float(rope["rope_theta"])
@@ -65,51 +72,75 @@ def rotary_spec(config: Config, *, head_dim: int, layer: int, layout: Layout) ->
         base=base,
         scaling=kind,
         magnitude=magnitude,
+        is_sectioned="mrope_section" in rope,
     )
 
 
 def rope_settings(config: Config, layer: int) -> dict[str, Any]:
     """Gather a layer's rotary settings, whichever spelling the config uses."""
-    stored = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = layer_type(config, layer)
     local = kind == "sliding_attention"
-    if any(isinstance(value, Mapping) for value in stored.values()):  # one set per kind of layer
-        stored = stored.get(kind) or {}
-    elif local and "rope_local_base_freq" in config:
+    own, assumed = _said(config)
+    stored = _of_layer(own.get("rope_parameters") or own.get("rope_scaling") or {}, kind)
+    if local and "rope_local_base_freq" in own and "rope_parameters" not in own:
         stored = {}  # Gemma 3 stretches its global layers only
     spelled = {
-        "rope_theta": _first(
-            config,
+        "rope_theta": first_of(
+            own,
             "rope_local_base_freq" if local else "",  # Gemma 3
             "local_rope_theta" if local else "global_rope_theta",  # ModernBERT
             "rope_theta",
             "rotary_emb_base",
-        )
-        or 10_000.0,
-        "partial_rotary_factor": _first(config, "partial_rotary_factor", "rotary_pct"),
-        "original_max_position_embeddings": _first(
+            "rotary_embedding_base",
+        ),
+        "partial_rotary_factor": first_of(own, "partial_rotary_factor", "rotary_pct"),
+        "original_max_position_embeddings": first_of(
             config, "original_max_position_embeddings", "max_position_embeddings"
         ),
     }
-    return {**spelled, **{key: value for key, value in stored.items() if value is not None}}
+    usual = {"rope_theta": 10_000.0, **_of_layer(assumed.get("rope_parameters") or {}, kind)}
+    said = {key: value for key, value in (spelled | stored).items() if value is not None}
+    return {**usual, **said}
+
+
+def _said(config: Config) -> tuple[Config, Config]:
+    """What a config says itself, and what its type assumes."""
+    if not isinstance(config, ChainMap):
+        return config, {}
+    return config.maps[0], ChainMap(*config.maps[1:])
+
+
+def _of_layer(stored: Config, kind: str) -> dict[str, Any]:
+    """Of settings that may be given for each kind of layer, those of one."""
+    if any(isinstance(value, Mapping) for value in stored.values()):
+        stored = stored.get(kind) or {}
+    return dict(stored)
 
 
 def layer_type(config: Config, layer: int) -> str:
     """Name what kind of attention a layer has, `full_attention` where nothing else is said."""
-    types = config.get("layer_types") or ()
-    if layer < len(types):
-        return str(types[layer])
-    every = _first(config, "sliding_window_pattern", "_sliding_window_pattern")
-    if isinstance(every, int) and every > 0:
-        return "full_attention" if (layer + 1) % every == 0 else "sliding_attention"
-    every = config.get("global_attn_every_n_layers")
-    if isinstance(every, int) and every > 0:
-        return "full_attention" if layer % every == 0 else "sliding_attention"
+    for said in _said(config):
+        types = said.get("layer_types") or ()
+        if isinstance(types, Mapping):  # a pattern that repeats
+            types = [types["every"][layer % len(types["every"])]] * (layer + 1)
+        if layer < len(types):
+            return str(types[layer])
+        every = first_of(said, "sliding_window_pattern", "_sliding_window_pattern")
+        if isinstance(every, int) and every > 0:
+            return "full_attention" if (layer + 1) % every == 0 else "sliding_attention"
+        every = said.get("global_attn_every_n_layers")
+        if isinstance(every, int) and every > 0:
+            return "full_attention" if layer % every == 0 else "sliding_attention"
     return "full_attention"
 
 
-def _first(config: Config, *keys: str) -> Any:
-    return next((config[key] for key in keys if config.get(key) is not None), None)
+def first_of(config: Config, *keys: str) -> Any:
+    """The first of these settings that a config says itself, else that its type assumes."""
+    for said in config.maps if isinstance(config, ChainMap) else (config,):
+        for key in keys:
+            if said.get(key) is not None:
+                return said[key]
+    return None
 
 
 def _stretched(

@@ -1,35 +1,71 @@
 """Where each family of models keeps its queries and keys: one table, for live models and files.
 
-A recipe needs tensor names, their shapes and a config mapping (`config.json`), nothing else, so the
-same row reads a checkpoint on disk and a model in training.
+A row needs tensor names, their shapes and a config mapping (`config.json`), nothing else, so the
+same row reads a checkpoint on disk and a model in training.  What a model type does otherwise than
+its names tell stands in `TRAITS`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from locater.models.layout import AttentionLayout as AttentionLayout
-from locater.models.layout import Projection as Projection
-from locater.models.layout import Skipped as Skipped
-from locater.models.names import Shapes as Shapes
-from locater.models.positions import Config as Config
-from locater.models.positions import RotarySpec as RotarySpec
-from locater.models.resolve import Recipe as Recipe
-from locater.models.resolve import layouts_by_config
+from locater.models.positions import Config
 
 NAMES_CAVEAT = "recognized by its tensor names alone; temperature and positions are assumed"
-MLA_REASON = (
-    "multi-head latent attention normalizes between its low-rank factors, "
-    "so no fixed W_QK exists; measure the running model instead"
-)
+HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "nhead", "heads",
+         "attention_heads")  # fmt: skip
+"""How configs and modules spell the number of heads; a `decoder_attention_heads` comes first."""
+
+Temperature = Callable[[Config, int, int], float]
 
 
-def unscaled(config: Config, head_dim: int, layer: int) -> float:
-    """λ = 1 (T5, GPT-Neo)."""
-    return 1.0
+def root_of_head(config: Config, head_dim: int, layer: int) -> float:
+    """λ = √head_dim."""
+    return math.sqrt(head_dim)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Where one family keeps its queries and keys.
+
+    >>> from locater.models.resolve import layouts
+    >>> mine = Recipe(family="mine", query="ask", key="answer")
+    >>> shapes = {"blocks.0.mix.ask.weight": (8, 8), "blocks.0.mix.answer.weight": (8, 8)}
+    >>> found, skipped = layouts(shapes, {"num_heads": 2}, recipes=[mine])
+    >>> found[0].name, found[0].heads, found[0].head_dim
+    ('blocks.0.mix', 2, 4)
+    """
+
+    family: str
+    query: str
+    """The query projection's name below its attention module: `q_proj`, or `in_proj_weight`."""
+    key: str = ""
+    """The key projection's name; empty where query, key and value share one tensor."""
+    model_types: tuple[str, ...] = ()
+    """The config's `model_type`s that this row reads; empty: any that no other row names."""
+    packing: Literal["concatenated", "grouped", "four groups"] = "concatenated"
+    """How a shared tensor is cut: all queries, all keys, all values; or for every key head its
+    queries, its key, its value; or in four groups of queries, values, keys."""
+    transposed: bool | None = False
+    """Stored as (model, rows); None: the longer side is the rows."""
+    key_parts: int = 1
+    """2 where the key's tensor holds keys, then values."""
+    heads: tuple[str, ...] = HEADS
+    """Config keys that may hold the number of heads."""
+    temperature: Temperature = root_of_head
+    """λ from the config, the head dimension and the layer."""
+    rotary: Literal["half", "interleaved", "half if configured"] | None = None
+    position_bias: Literal["alibi", "scaled alibi", "t5"] | None = None
+    part: str = ""
+    """Which part of a model it is, where the names do not tell."""
+    caveats: tuple[str, ...] = ()
+    skip: str = ""
+    """Why this family cannot be read at all."""
+    is_latent: bool = False
+    """Multi-head latent attention: `query` is the projection to the keys' latent vector."""
 
 
 def said_by_module(config: Config, head_dim: int, layer: int) -> float:
@@ -45,42 +81,12 @@ def _gpt2_temperature(config: Config, head_dim: int, layer: int) -> float:
     return root * (layer + 1 if config.get("scale_attn_by_inverse_layer_idx") else 1)
 
 
-def _gemma_temperature(config: Config, head_dim: int, layer: int) -> float:
-    return math.sqrt(config.get("query_pre_attn_scalar") or 256)
-
-
 def _deberta_temperature(config: Config, head_dim: int, layer: int) -> float:
     terms = config.get("pos_att_type") or () if config.get("relative_attention") else ()
     return math.sqrt(head_dim * (1 + ("c2p" in terms) + ("p2c" in terms)))
 
 
-def _granite_temperature(config: Config, head_dim: int, layer: int) -> float:
-    return 1 / float(config.get("attention_multiplier") or 1.0)
-
-
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "clip_text_model": {"num_attention_heads": 8},
-    "clip_vision_model": {"num_attention_heads": 12},
-    "siglip_text_model": {"num_attention_heads": 12},
-    "siglip_vision_model": {"num_attention_heads": 12},
-    "llama": {"num_attention_heads": 32},
-    "mistral": {"num_attention_heads": 32},
-    "qwen2": {"num_attention_heads": 32},
-    "qwen3": {"num_attention_heads": 32, "head_dim": 128},
-    "gemma": {"num_attention_heads": 16, "head_dim": 256},
-    "gemma2": {"num_attention_heads": 8, "head_dim": 256, "query_pre_attn_scalar": 256},
-    "gemma3_text": {
-        "num_attention_heads": 8,
-        "head_dim": 256,
-        "query_pre_attn_scalar": 256,
-        "rope_theta": 1_000_000.0,
-        "rope_local_base_freq": 10_000.0,
-        "sliding_window_pattern": 6,
-    },
-}
-"""What a model type assumes where its config is silent: composite configs leave defaults out."""
-
-_PROJ = Recipe(family="projections", query="q_proj", key="k_proj", defaults=DEFAULTS)
+_PROJ = Recipe(family="projections", query="q_proj", key="k_proj")
 _ROTARY = replace(_PROJ, rotary="half", part="decoder")
 _FUSED = Recipe(family="fused", query="query_key_value", packing="grouped", part="decoder")
 _NAMED = Recipe(family="named", query="query", key="key")
@@ -94,7 +100,6 @@ _GGUF = Recipe(
 )
 _GGUF_ANY = replace(_GGUF, rotary="half if configured", position_bias="alibi")  # if configured
 _GPT2 = Recipe(family="gpt2", query="c_attn", part="decoder", temperature=_gpt2_temperature)
-_LIN = Recipe(family="q_lin", query="q_lin", key="k_lin", part="encoder")
 _DEBERTA = Recipe(
     family="deberta",
     query="query_proj",
@@ -104,18 +109,23 @@ _DEBERTA = Recipe(
 )
 _GPT2_CROSS = replace(_GPT2, query="q_attn", key="c_attn", transposed=True, key_parts=2)
 _T5 = Recipe(family="t5", query="q", key="k", position_bias="t5")
-_ANY = Recipe(family="", query="", temperature=said_by_module, caveats=(NAMES_CAVEAT,))
+_ANY = Recipe(
+    family="", query="", temperature=said_by_module, rotary="half if configured",
+    caveats=(NAMES_CAVEAT,),
+)  # fmt: skip
+_LATENT = Recipe(
+    family="mla", query="kv_a_proj_with_mqa", is_latent=True, rotary="half", part="decoder"
+)
 
 RECIPES: tuple[Recipe, ...] = (
     # rotary positions
     replace(_ROTARY, model_types=("llama", "mistral", "mixtral", "starcoder2", "smollm3")),
     replace(_ROTARY, model_types=("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")),
     replace(_ROTARY, model_types=("phi", "stablelm", "olmo", "olmo2", "gpt_oss", "gemma")),
-    replace(_ROTARY, model_types=("gemma2", "gemma3_text"), temperature=_gemma_temperature),
-    replace(_ROTARY, model_types=("granite",), temperature=_granite_temperature),
-    replace(_ROTARY, model_types=("gptj", "cohere"), rotary="interleaved"),
-    replace(_ROTARY, model_types=("phi3",), query="qkv_proj", key=""),
-    replace(_FUSED, model_types=("gpt_neox",), rotary="half"),
+    replace(_ROTARY, model_types=("gemma2", "gemma3_text", "granite", "gptj", "cohere")),
+    replace(_ROTARY, model_types=("phi3", "phi4_multimodal"), query="qkv_proj", key=""),
+    replace(_ROTARY, model_types=("codegen",), query="qkv_proj", key="", packing="four groups"),
+    replace(_FUSED, model_types=("gpt_neox", "gpt_neox_japanese", "persimmon"), rotary="half"),
     replace(_FUSED, model_types=("falcon",), rotary="half", position_bias="scaled alibi"),
     replace(_ROTARY, model_types=("modernbert",), query="Wqkv", key="", part="encoder"),
     replace(_GGUF, model_types=("llama",), rotary="interleaved"),  # llama.cpp reorders these heads
@@ -123,45 +133,86 @@ RECIPES: tuple[Recipe, ...] = (
     replace(_GGUF_ANY, query="attn_qkv", key="", caveats=(NAMES_CAVEAT,)),
     # a bias by distance
     replace(_FUSED, model_types=("bloom",), position_bias="alibi"),
-    replace(_T5, model_types=("t5", "mt5", "umt5", "switch_transformers"), temperature=unscaled),
-    replace(_T5, model_types=("mpnet",)),
+    replace(
+        _ROTARY, model_types=("mpt",), query="Wqkv", key="", position_bias="alibi", rotary=None
+    ),
+    replace(_T5, model_types=("t5", "mt5", "umt5", "switch_transformers", "longt5", "pop2piano")),
+    replace(_T5, model_types=("mpnet", "udop")),
+    replace(_T5, model_types=("pix2struct_text_model",), query="query", key="key", part="decoder"),
     # absolute positions
     replace(_GPT2_CROSS, model_types=("gpt2",)),
     replace(_GPT2, transposed=None, model_types=("gpt2", "gpt_bigcode", "openai-gpt")),
-    replace(_PROJ, model_types=("gpt_neo",), part="decoder", temperature=unscaled),
+    replace(_PROJ, model_types=("gpt_neo",), part="decoder"),
     replace(_PROJ, model_types=("opt", *_SEQ2SEQ, *_CLIP, *_SIGLIP, "wav2vec2", "hubert")),
     replace(_PROJ, model_types=_VIT, part="vision"),
     replace(_NAMED, model_types=_VIT, part="vision"),  # as stored by earlier versions
     replace(_NAMED, model_types=_BERT),
     replace(_NAMED, model_types=("esm",), rotary="half if configured"),
     replace(_NAMED, model_types=("albert",), caveats=("one set of weights serves all layers",)),
-    replace(_LIN, model_types=("distilbert",)),
-    replace(_DEBERTA, model_types=("deberta-v2",)),
+    Recipe(family="q_lin", query="q_lin", key="k_lin", part="encoder", model_types=("distilbert",)),
+    replace(_DEBERTA, model_types=("deberta-v2", "sew-d")),
+    replace(_DEBERTA, model_types=("deberta",), query="in_proj", key="", packing="grouped"),
     Recipe(family="multihead", query="in_proj_weight"),
     Recipe(family="multihead", query="q_proj_weight", key="k_proj_weight"),
-    # known not to have a form
-    Recipe(family="mla", query="kv_a_proj_with_mqa", skip=MLA_REASON),
+    # latent vectors with a norm between two factors (MLA)
+    _LATENT,
     # whatever else bears these names: fairseq, nanoGPT, timm, diffusers, a user's own
-    replace(_ANY, family="q_proj", query="q_proj", key="k_proj", rotary="half if configured"),
-    replace(_ANY, family="nanogpt", query="c_attn", transposed=None, rotary="half if configured"),
+    replace(_ANY, family="q_proj", query="q_proj", key="k_proj"),
+    replace(_ANY, family="q_proj", query="q_proj.linear", key="k_proj.linear"),
+    replace(_ANY, family="nanogpt", query="c_attn", transposed=None),
     replace(_ANY, family="llama", query="wq", key="wk", rotary="interleaved"),
-    replace(_ANY, family="query", query="query", key="key", rotary="half if configured"),
-    replace(_ANY, family="q_lin", query="q_lin", key="k_lin"),
-    replace(_ANY, family="q", query="q", key="k"),
+    replace(_ANY, family="query", query="query", key="key"),
+    replace(_ANY, family="query", query="query_proj", key="key_proj", rotary=None),
+    replace(_ANY, family="q_lin", query="q_lin", key="k_lin", rotary=None),
+    replace(_ANY, family="q", query="q", key="k", rotary=None),
     replace(_ANY, family="to_q", query="to_q", key="to_k"),
-    replace(_ANY, family="qkv", query="qkv"),
-    replace(_ANY, family="to_qkv", query="to_qkv"),
+    replace(_ANY, family="to_q", query="to_q", key="to_kv", key_parts=2),
+    replace(_ANY, family="linear_q", query="linear_q", key="linear_k"),
+    replace(_ANY, family="project_q", query="project_q", key="project_k", rotary=None),
+    replace(_ANY, family="ctrl", query="Wq", key="Wk", rotary=None),
+    replace(_ANY, family="funnel", query="q_head", key="k_head", rotary=None),
+    replace(_ANY, family="cvt", query="projection_query", key="projection_key", rotary=None),
+    replace(_ANY, family="qkv", query="qkv", rotary=None),
+    replace(_ANY, family="to_qkv", query="to_qkv", rotary=None),
+    replace(_ANY, family="qkv", query="Wqkv"),
+    replace(_ANY, family="qkv", query="qkv_proj"),
+    replace(_ANY, family="qkv", query="att_proj", rotary=None),
 )
 
-
-def layouts(
-    shapes: Shapes, config: Config, *, recipes: Sequence[Recipe] = RECIPES
-) -> tuple[list[AttentionLayout], list[Skipped]]:
-    """Find every attention among named tensors, and say which could not be read and why.
-
-    >>> shapes = {"h.0.attn.c_attn.weight": (8, 24), "h.0.attn.c_attn.bias": (24,)}
-    >>> (found,), skipped = layouts(shapes, {"model_type": "gpt2", "n_head": 2})
-    >>> found.family, found.heads, found.key.start, found.key.transposed
-    ('gpt2', 2, 8, True)
-    """
-    return layouts_by_config(shapes, lambda attention: config, recipes=recipes)
+_GEMMA4 = ("gemma4_text", "gemma4_unified_text", "diffusion_gemma_text", "embedding_gemma2_text",
+           "gemma3n_text")  # fmt: skip
+TRAITS: Mapping[str, frozenset[str]] = {
+    trait: frozenset(types.split())
+    for trait, types in {
+        # temperature
+        "unscaled": "t5 mt5 umt5 switch_transformers longt5 pop2piano udop gpt_neo "
+        "pix2struct_text_model pix2struct_vision_model dia_encoder dia_decoder dia "
+        + " ".join(_GEMMA4),
+        "scaled by head_dim": "inkling_text",
+        "half of head_dim": "zamba zamba2",
+        # rotary positions
+        "interleaved": "gptj cohere cohere2 cohere2_moe codegen glm glm4 glm4v_text glm_ocr_text "
+        "helium ernie4_5 ernie4_5_moe ernie4_5_vl_moe_text blt_global_transformer "
+        "blt_local_decoder blt_local_encoder blt_patcher llama4_text moonshine "
+        "moonshine_streaming moonshine_streaming_encoder openai_privacy_filter qwen2_5_omni_dit "
+        "deepseek_v2 deepseek_v3 deepseek_v32 bailing_hybrid",
+        "turns backwards": "nanochat",
+        "turns in windows only": "cohere2 cohere2_moe exaone4 exaone_moe kolibri1 flint afmoe",
+        "says how it turns": "esm granitemoehybrid",
+        "no rotation": "",
+        "turns in two dimensions": "",
+        # norms of queries and keys, and of latent vectors
+        "norm without gains": "nanochat llama4_text muse_glimmer_text muse_spark_text neomme",
+        "norm where it turns": "llama4_text",
+        "gain adds one": "gemma3_text t5gemma2_text t5gemma2_decoder qwen3_next qwen3_5_text "
+        "qwen3_5_moe_text",
+        "centered norm": "cohere esmc stablelm",
+        "normalized after turning": "hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl_text",
+        "scaled latents": "longcat_flash",
+        # tensors and masks
+        "cut by heads": "",
+        "chooses keys": "deepseek_v32 glm_moe_dsa",
+        "own mask": "",
+    }.items()
+}
+"""What holds of some model types, whatever their tensors are called."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from locater.errors import LocaterError, guarded
-from locater.models.layout import AttentionLayout, Kind, Projection, Skipped
+from locater.models.coverage import defaults, known
+from locater.models.layout import AttentionLayout, Kind, NormSpec, Projection, Skipped
 from locater.models.names import (
     Names,
     Shapes,
@@ -22,69 +23,42 @@ from locater.models.names import (
     unknown_family,
     weight_name,
 )
-from locater.models.positions import Config, RotarySpec, layer_type, rotary_spec
+from locater.models.positions import Config, RotarySpec, first_of, layer_type, rotary_spec
+from locater.models.recipes import HEADS, NAMES_CAVEAT, RECIPES, TRAITS, Recipe
 
-Temperature = Callable[[Config, int, int], float]
-
-HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "nhead", "heads")
-"""How configs and modules spell the number of heads; a `decoder_attention_heads` comes first."""
+HEAD_LEAVES = ("attention_heads", "num_attention_heads", "num_heads")
+OTHER_HEADS = ("encoder_attention_heads", "decoder_attention_heads", "resampler_n_heads",
+               "conf_num_attention_heads", "num_self_attention_heads")  # fmt: skip
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads", "n_kv_head")
 HEAD_DIM = ("head_dim", "d_kv")
 QK_NORM = ("use_qk_norm", "qk_layernorm", "use_qk_layernorm", "qk_norm")
+NORM_EPS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "layernorm_eps")
 SCALES = ("weight_scale_inv", "weight_scale")
 ROPE = ("rope_parameters", "rope_theta", "rope_scaling", "rotary_dim", "rotary_emb_base")
 
 INPUT_CAVEAT = "x is what the projection reads, after any LayerNorm and its gains"
 CROSS_CAVEAT = "cross-attention: W_QK couples two token processes, the decoder's and the encoder's"
 NORM_CAVEAT = (
-    "queries and keys are normalized before their product (qk-norm): no fixed W_QK exists, "
-    "the spectrum is that of the weights alone"
+    "queries and keys are normalized before their product (qk-norm): the form takes each norm at "
+    "its root mean square"
+)
+LATENT_CAVEAT = (
+    "latent attention (MLA) normalizes between its factors: the form takes each norm at its root "
+    "mean square"
 )
 
 
-def root_of_head(config: Config, head_dim: int, layer: int) -> float:
-    """λ = √head_dim."""
-    return math.sqrt(head_dim)
+def layouts(
+    shapes: Shapes, config: Config, *, recipes: Sequence[Recipe] = RECIPES
+) -> tuple[list[AttentionLayout], list[Skipped]]:
+    """Find every attention among named tensors, and say which could not be read and why.
 
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """Where one family keeps its queries and keys.
-
-    >>> mine = Recipe(family="mine", query="ask", key="answer")
-    >>> shapes = {"blocks.0.mix.ask.weight": (8, 8), "blocks.0.mix.answer.weight": (8, 8)}
-    >>> found, skipped = layouts_by_config(shapes, lambda name: {"num_heads": 2}, recipes=[mine])
-    >>> found[0].name, found[0].heads, found[0].head_dim
-    ('blocks.0.mix', 2, 4)
+    >>> shapes = {"h.0.attn.c_attn.weight": (8, 24), "h.0.attn.c_attn.bias": (24,)}
+    >>> (found,), skipped = layouts(shapes, {"model_type": "gpt2", "n_head": 2})
+    >>> found.family, found.heads, found.key.start, found.key.transposed
+    ('gpt2', 2, 8, True)
     """
-
-    family: str
-    query: str
-    """The query projection's name below its attention module: `q_proj`, or `in_proj_weight`."""
-    key: str = ""
-    """The key projection's name; empty where query, key and value share one tensor."""
-    model_types: tuple[str, ...] = ()
-    """The config's `model_type`s that this row reads; empty: any that no other row names."""
-    packing: Literal["concatenated", "grouped"] = "concatenated"
-    """How a shared tensor is cut: all queries, all keys, all values; or for every key head its
-    queries, its key, its value."""
-    transposed: bool | None = False
-    """Stored as (model, rows); None: the longer side is the rows."""
-    key_parts: int = 1
-    """2 where the key's tensor holds keys, then values."""
-    heads: tuple[str, ...] = HEADS
-    """Config keys that may hold the number of heads."""
-    temperature: Temperature = root_of_head
-    """λ from the config, the head dimension and the layer."""
-    rotary: Literal["half", "interleaved", "half if configured"] | None = None
-    position_bias: Literal["alibi", "scaled alibi", "t5"] | None = None
-    part: str = ""
-    """Which part of a model it is, where the names do not tell."""
-    caveats: tuple[str, ...] = ()
-    defaults: Mapping[str, Config] = field(default_factory=dict)
-    """What a `model_type` assumes where its config is silent."""
-    skip: str = ""
-    """Why this family cannot be read at all."""
+    return layouts_by_config(shapes, lambda name: own_config(name, config), recipes=recipes)
 
 
 def layouts_by_config(
@@ -125,30 +99,65 @@ class _UnreadableError(LocaterError):
     """Why an attention cannot be read; becomes a `Skipped`."""
 
 
-def _value(config: Config, keys: Iterable[str]) -> Any:
-    return next((config[key] for key in keys if config.get(key) is not None), None)
-
-
-_SUBCONFIGS = {
-    "vision": ("vision_config",),
-    "audio": ("audio_config", "audio_encoder"),
-    "text": ("text_config", "llm_config", "text_encoder"),
-    "decoder": ("decoder",),
-    "encoder": ("encoder",),
+_ALIKE = {
+    "vision": ("visual", "image", "video", "img", "vit"),
+    "text": ("language", "llm", "lm", "transformer"),
+    "audio": ("speech", "sound"),
+    "encoder": (),
 }
+"""Words of tensor names that mean what a part of a config is called."""
 
 
-def _own_config(attention: str, config: Config) -> Config:
-    """The part of a composite config that speaks of this attention, or all of it."""
-    for key in _SUBCONFIGS.get(part_of(attention), ()):
-        if isinstance(config.get(key), Mapping):
-            config = config[key]
-            break
-    else:
-        text = config.get("text_config")
-        if isinstance(text, Mapping) and _value(config, HEADS) is None:
-            config = text
-    return config
+def own_config(attention: str, config: Config) -> Config:
+    """The part of a composite config that speaks of this attention, or all of it.
+
+    >>> whole = {"vision_config": {"heads": 2}, "text_config": {"heads": 4}}
+    >>> own_config("model.vision_tower.layers.0.attn", whole)["heads"]
+    2
+    """
+    path = attention.split(".")
+    while True:
+        assumed = defaults(config.get("model_type")).get("parts", {})
+        parts = {key: value for key, value in config.items() if _is_part(key, value)}
+        scores = {key: _likeness(path, key.removesuffix("_config")) for key in parts}
+        best = max(scores, key=lambda key: scores[key], default="")
+        if not best or not scores[best]:
+            if first_of(config, *HEADS) is not None or "text_config" not in parts:
+                return completed(config)
+            best = "text_config"
+        inner = dict(parts[best])
+        inner.setdefault("model_type", assumed.get(best))
+        config = inner
+
+
+def _is_part(key: str, value: object) -> bool:
+    if not isinstance(value, Mapping) or key in ("attn_config", "ffn_config"):  # DBRX, MPT
+        return False
+    return (key.endswith("_config") and key != "quantization_config") or "model_type" in value
+
+
+def _likeness(path: Sequence[str], stem: str) -> int:
+    """How well the name of a part fits a path: 3 the same word, 2 a beginning, 1 a like word."""
+    words = (stem, *_ALIKE.get(stem.split("_")[0], ()))
+    best = 0
+    for component in path:
+        if component == stem:
+            best = max(best, 3)
+        elif component.startswith(f"{stem}_") or stem.startswith(f"{component}_"):
+            best = max(best, 2)
+        elif any(component == word or component.startswith(f"{word}_") for word in words):
+            best = max(best, 1)
+    return best
+
+
+def completed(config: Config) -> Config:
+    """A config with what its `model_type` assumes where it is silent."""
+    assumed = defaults(config.get("model_type"))
+    own = {key: value for key, value in config.items() if value is not None}
+    for name, spelled in assumed.get("names", {}).items():
+        if spelled in own:
+            own.setdefault(name, own[spelled])
+    return ChainMap(own, dict(assumed.get("own", {})))
 
 
 def _choose(rows: Sequence[Recipe], model_type: str | None) -> Recipe:
@@ -166,6 +175,8 @@ def _choose(rows: Sequence[Recipe], model_type: str | None) -> Recipe:
 def _matrix(names: Names, name: str, transposed: bool | None) -> tuple[int, int, bool]:
     """A stored weight's rows and columns in nn.Linear's order, and if they are transposed."""
     shape = names.shape(name)
+    if len(shape) > 2 and math.prod(shape[2:]) == 1:  # a convolution over one place
+        shape = shape[:2]
     if len(shape) != 2 or 1 in shape:
         raise _UnreadableError(
             f"{name} has shape {shape}, which is not that of a weight matrix; "
@@ -183,6 +194,18 @@ def _divided(rows: int, by: int, what: str) -> int:
 
 
 @dataclass(frozen=True)
+class _Cut:
+    """Where queries and keys lie."""
+
+    query: Projection
+    key: Projection
+    kv_heads: int
+    head_dim: int
+    model: int
+    key_turned: Projection | None = None
+
+
+@dataclass(frozen=True)
 class _Site:
     """One place where a row's names fit, while its layout is worked out."""
 
@@ -194,36 +217,34 @@ class _Site:
 
     @classmethod
     def of(
-        cls, names: Names, attention: str, layer: int, rows: Sequence[Recipe], whole: Config
+        cls, names: Names, attention: str, layer: int, rows: Sequence[Recipe], config: Config
     ) -> _Site:
-        """Choose the row that fits the config, and the part of the config that matters."""
-        config = _own_config(attention, whole)
+        """Choose the row that fits the config."""
         model_type = config.get("model_type")
         recipe = _choose(rows, model_type)
         if recipe.skip:
             raise _UnreadableError(recipe.skip)
-        known = recipe.defaults.get(str(model_type), {})
-        return cls(names, attention, layer, ChainMap(dict(config), dict(known)), recipe)
+        if recipe.family != "gguf" and known(model_type).status in ("verified", "partly"):
+            said = tuple(one for one in recipe.caveats if one != NAMES_CAVEAT)
+            recipe = replace(recipe, caveats=said)
+        return cls(names, attention, layer, config, recipe)
+
+    def has(self, trait: str) -> bool:
+        """Whether a trait holds of this model type."""
+        return self.config.get("model_type") in TRAITS[trait]
 
     def layout(self) -> AttentionLayout:
         """Cut the tensors as the row says and note what stands around them."""
         recipe, model_type = self.recipe, self.config.get("model_type")
         part, kind = part_of(self.attention, recipe.part), kind_of(self.attention, self.names)
-        heads = self.count((f"{part}_attention_heads", *recipe.heads))
-        cut = self.separate if recipe.key else self.fused
-        query, key, kv_heads, head_dim, model = cut(heads)
-        declared = _value(self.config, HEAD_DIM)
-        if declared not in (None, head_dim):
-            raise _UnreadableError(
-                f"{query.weight} holds {heads} heads of {head_dim} rows, "
-                f"but the config says head_dim = {declared}"
-            )
-        temperature = recipe.temperature(self.config, head_dim, self.layer)
+        cut = self.cut(part)
+        heads = self.heads(part)
+        temperature = self.temperature(cut.head_dim)
         bias, position_weight = self.position(kind)
         rotary = None
         if kind == "self" and not str(bias).endswith("alibi"):
-            rotary = self.rotary(head_dim)
-        if rotary is not None and rotary.dimensions == head_dim:  # then it scales every logit
+            rotary = self.rotary(cut)
+        if rotary is not None and rotary.dimensions == cut.head_dim:  # then it scales every logit
             temperature /= rotary.magnitude**2
             rotary = replace(rotary, magnitude=1.0)
         layout = AttentionLayout(
@@ -232,37 +253,70 @@ class _Site:
             layer=self.layer,
             kind=kind,
             part=part,
-            query=query,
-            key=key,
+            query=cut.query,
+            key=cut.key,
             heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            model=model,
+            kv_heads=cut.kv_heads,
+            head_dim=cut.head_dim,
+            model=cut.model,
             temperature=temperature,
             rotary=rotary,
+            key_turned=cut.key_turned,
             qk_norm=self.has_qk_norm(),
             position_bias=bias,
             position_weight=position_weight,
             max_distance=self.config.get("relative_attention_max_distance") or 128,
         )
+        if layout.qk_norm and not recipe.is_latent:
+            layout = self.with_norms(layout)
         return replace(layout, caveats=(*self.caveats(layout), *recipe.caveats))
 
-    def count(self, keys: tuple[str, ...]) -> int:
-        """The number of heads."""
-        heads = _value(self.config, keys)
+    def heads(self, part: str) -> int:
+        """The number of heads, where it may differ between parts and layers."""
+        stems = [part]
+        for component in reversed(self.attention.split(".")):
+            stems += [component, component.rpartition("_")[2]]
+        own = [f"{stem}_{leaf}" for stem in stems for leaf in HEAD_LEAVES]
+        heads = first_of(self.config, *own[:3], *self.recipe.heads)
+        heads = heads or first_of(self.config, *own, *OTHER_HEADS)
         if isinstance(heads, (list, tuple)) and self.layer < len(heads):
             heads = heads[self.layer]
         if not isinstance(heads, int) or heads < 1:
             raise _UnreadableError(
-                f"the number of heads is not known: the config has none of {', '.join(keys)}"
+                f"the number of heads is not known: the config has none of "
+                f"{', '.join((*own[:3], *self.recipe.heads))}"
             )
         return heads
+
+    def cut(self, part: str) -> _Cut:
+        """Where queries and keys lie, and how many dimensions a head has."""
+        heads = self.heads(part)
+        if self.recipe.is_latent:
+            return self.latent(heads)
+        cut = self.separate(heads) if self.recipe.key else self.fused(heads)
+        declared = first_of(self.config, *HEAD_DIM)
+        if declared in (None, cut.head_dim, 0) or not isinstance(declared, int):
+            return cut
+        norm = self.names.norm_of(self.attention, "query")
+        if norm and self.names.shape(join(self.attention, norm, "weight")) == (cut.head_dim,):
+            return cut  # some layers have other heads (Gemma 4)
+        if cut.head_dim == 2 * declared and self.recipe.key:  # queries and their gates
+            kv_heads = _divided(cut.kv_heads * cut.head_dim, declared, cut.key.weight)
+            self.group(heads, kv_heads)
+            query = replace(cut.query, inner=2)
+            return replace(cut, query=query, kv_heads=kv_heads, head_dim=declared)
+        raise _UnreadableError(
+            f"{cut.query.weight} holds {heads} heads of {cut.head_dim} rows, "
+            f"but the config says head_dim = {declared}"
+        )
 
     def kv_heads(self, heads: int) -> int:
         """The number of key heads in a shared tensor, which its shape does not tell."""
         if self.config.get("multi_query") and not self.config.get("new_decoder_architecture"):
             return 1
-        return int(_value(self.config, KV_HEADS) or heads)
+        inner = self.config.get("attn_config")  # DBRX
+        inner = inner if isinstance(inner, Mapping) else {}
+        return int(first_of(inner, "kv_n_heads") or first_of(self.config, *KV_HEADS) or heads)
 
     def group(self, heads: int, kv_heads: int) -> int:
         """How many query heads share a key head."""
@@ -270,7 +324,13 @@ class _Site:
             raise _UnreadableError(f"{heads} query heads cannot share {kv_heads} key heads")
         return heads // kv_heads
 
-    def separate(self, heads: int) -> tuple[Projection, Projection, int, int, int]:
+    def projection(self, child: str, **cut: Any) -> Projection:
+        """A stored projection with its bias and scale."""
+        name = join(self.attention, weight_name(child))
+        cut.setdefault("bias", self.bias(child))
+        return Projection(weight=self.names.stored[name], scale=self.scale(child), **cut)
+
+    def separate(self, heads: int) -> _Cut:
         """Query and key projections that have a tensor each."""
         recipe = self.recipe
         names = [join(self.attention, weight_name(child)) for child in (recipe.query, recipe.key)]
@@ -286,25 +346,15 @@ class _Site:
         kv_heads = _divided(key_rows, head_dim, names[1])
         self.group(heads, kv_heads)
         in_one = recipe.query.endswith("_weight")  # nn.MultiheadAttention: one bias for all
-        query = Projection(
-            weight=self.names.stored[names[0]],
-            bias=self.bias(recipe.query),
-            scale=self.scale(recipe.query),
-            transposed=flipped,
-            stop=rows,
-            bias_start=0 if in_one else None,
+        query = self.projection(
+            recipe.query, transposed=flipped, stop=rows, bias_start=0 if in_one else None
         )
-        key = replace(
-            query,
-            weight=self.names.stored[names[1]],
-            bias=self.bias(recipe.key),
-            scale=self.scale(recipe.key),
-            stop=key_rows,
-            bias_start=rows if in_one else None,
+        key = self.projection(
+            recipe.key, transposed=flipped, stop=key_rows, bias_start=rows if in_one else None
         )
-        return query, key, kv_heads, head_dim, width
+        return _Cut(query, key, kv_heads, head_dim, width)
 
-    def fused(self, heads: int) -> tuple[Projection, Projection, int, int, int]:
+    def fused(self, heads: int) -> _Cut:
         """Query and key projections that share one tensor with the values."""
         recipe = self.recipe
         name = join(self.attention, weight_name(recipe.query))
@@ -312,20 +362,91 @@ class _Site:
         kv_heads = self.kv_heads(heads)
         head_dim = _divided(rows, heads + 2 * kv_heads, name)
         group = self.group(heads, kv_heads)
-        query = Projection(
-            weight=self.names.stored[name],
-            bias=self.bias(recipe.query),
-            scale=self.scale(recipe.query),
-            transposed=flipped,
-        )
-        if recipe.packing == "grouped":
-            query = replace(query, inner=group + 2, last=group)
-            key = replace(query, first=group, last=group + 1)
+        whole = self.projection(recipe.query, transposed=flipped)
+        packing = recipe.packing
+        if packing == "grouped" or (packing == "concatenated" and self.has("cut by heads")):
+            query = replace(whole, inner=group + 2, last=group)
+            key = replace(whole, inner=group + 2, first=group, last=group + 1)
+        elif packing == "four groups":
+            few = _divided(heads, 4, name)
+            query = replace(whole, inner=3 * few, last=few)
+            key = replace(whole, inner=3 * few, first=2 * few, last=3 * few)
         else:
             middle = heads * head_dim
-            query = replace(query, stop=middle)
-            key = replace(query, start=middle, stop=middle + kv_heads * head_dim)
-        return query, key, kv_heads, head_dim, width
+            query = replace(whole, stop=middle)
+            key = replace(whole, start=middle, stop=middle + kv_heads * head_dim)
+        beside = [
+            self.names.stored.get(join(self.attention, leaf)) for leaf in ("q_bias", "k_bias")
+        ]
+        if whole.bias is None:  # BEiT, DeBERTa: biases of their own
+            query = replace(query, bias=beside[0], is_bias_apart=True)
+            key = replace(key, bias=beside[1], is_bias_apart=True)
+        return _Cut(query, key, kv_heads, head_dim, width)
+
+    def latent(self, heads: int) -> _Cut:
+        """Multi-head latent attention: low-rank factors with a norm between them."""
+        down = join(self.attention, weight_name(self.recipe.query))
+        rows, model, _ = _matrix(self.names, down, False)
+        rank = self.config.get("kv_lora_rank")
+        if not isinstance(rank, int) or not 0 < rank <= rows:
+            raise _UnreadableError(
+                f"{down} has {rows} rows, and the config's kv_lora_rank is {rank}"
+            )
+        turned = rows - rank
+        up = join(self.attention, weight_name("kv_b_proj"))
+        if up not in self.names:
+            raise _UnreadableError("its keys' second factor, kv_b_proj, is not stored")
+        width = _divided(_matrix(self.names, up, False)[0], heads, up)
+        query_name = (
+            "q_b_proj" if join(self.attention, "q_b_proj.weight") in self.names else "q_proj"
+        )
+        name = join(self.attention, weight_name(query_name))
+        if name not in self.names:
+            raise _UnreadableError("its queries' factors are not stored under known names")
+        head_dim = _divided(_matrix(self.names, name, False)[0], heads, name)
+        through = self.projection(self.recipe.query, stop=rank, norm=self.norm("kv_a_layernorm"))
+        key = self.projection(
+            "kv_b_proj", width=width, through=through, multiplier=self.latent_scale("kv", model)
+        )
+        query = self.projection(query_name)
+        if query_name == "q_b_proj":
+            below = self.projection("q_a_proj", norm=self.norm("q_a_layernorm"))
+            query = replace(query, through=below, multiplier=self.latent_scale("q", model))
+        key_turned = self.projection(self.recipe.query, start=rank, stop=rows) if turned else None
+        return _Cut(query, key, heads, head_dim, model, key_turned)
+
+    def latent_scale(self, side: str, model: int) -> float:
+        """LongCat multiplies what comes out of a latent with the root of the widths' ratio."""
+        rank = self.config.get(f"{side}_lora_rank")
+        on = self.has("scaled latents") and self.config.get(f"mla_scale_{side}_lora", True)
+        return math.sqrt(model / rank) if on and rank else 1.0
+
+    def norm(self, child: str, *, size: int | None = None, rows: int = 0) -> NormSpec | None:
+        """The norm of this name below the attention."""
+        gain = self.names.stored.get(join(self.attention, child, "weight"))
+        bias = self.names.stored.get(join(self.attention, child, "bias"))
+        if gain is None and size is None:
+            raise _UnreadableError(f"the norm of its latent vector, {child}, is not stored")
+        shape = self.names.shape(join(self.attention, child, "weight")) if gain else (size,)
+        return NormSpec(
+            gain=gain,
+            bias=bias,
+            adds_one=self.has("gain adds one"),
+            is_centered=bias is not None or self.has("centered norm"),
+            over_all=size is not None and shape == (rows,) and rows != size,
+            eps=float(first_of(self.config, *NORM_EPS) or 1e-6),
+        )
+
+    def with_norms(self, layout: AttentionLayout) -> AttentionLayout:
+        """The layout with the norms of its queries and keys."""
+        sides: dict[str, Projection] = {}
+        for side, count in (("query", layout.heads), ("key", layout.kv_heads)):
+            child = self.names.norm_of(self.attention, side)
+            if child is None and not self.has("norm without gains"):
+                continue
+            spec = self.norm(child or "-", size=layout.head_dim, rows=count * layout.head_dim)
+            sides[side] = replace(getattr(layout, side), norm=spec)
+        return replace(layout, **sides)  # type: ignore[arg-type]
 
     def bias(self, child: str) -> str | None:
         """The stored bias of a projection."""
@@ -339,19 +460,56 @@ class _Site:
             raise _UnreadableError(f"{child} is packed in 8 bits (bitsandbytes)")
         return next((self.names.stored[name] for name in names if name in self.names), None)
 
-    def rotary(self, head_dim: int) -> RotarySpec | None:
+    def temperature(self, head_dim: int) -> float:
+        """λ: a multiplier that the config names, or the row's rule."""
+        config, value = self.config, self.recipe.temperature(self.config, head_dim, self.layer)
+        if self.recipe.family == "gguf":  # it says its own scale
+            return value
+        if self.has("unscaled"):
+            value = 1.0
+        elif self.has("scaled by head_dim"):
+            value = float(head_dim)
+        elif self.has("half of head_dim"):
+            value = math.sqrt(head_dim / 2)
+        elif config.get("attention_multiplier"):
+            value = 1 / float(config["attention_multiplier"])
+        elif config.get("query_pre_attn_scalar"):
+            value = math.sqrt(config["query_pre_attn_scalar"])
+        for name in ("key_multiplier", "qk_scale_factor"):
+            value /= float(config.get(name) or 1.0)
+        return value
+
+    def rotary(self, cut: _Cut) -> RotarySpec | None:
         """The rotary embedding, if this layer has one."""
-        recipe = self.recipe
-        named = self.config.get("position_embedding_type") == "rotary"
-        silent = _value(self.config, ROPE) is None and not named
+        recipe, config = self.recipe, self.config
+        named = config.get("position_embedding_type") in ("rotary", "rope")
+        silent = first_of(config, *ROPE) is None and not named
         if recipe.rotary is None or (recipe.rotary == "half if configured" and silent):
             return None
-        layout: Literal["half", "interleaved"] = (
-            "interleaved"
-            if recipe.rotary == "interleaved" or self.config.get("rope_interleave")
-            else "half"
-        )
-        return rotary_spec(self.config, head_dim=head_dim, layer=self.layer, layout=layout)
+        if self.has("no rotation") or not self.turns():
+            return None
+        layout: Literal["half", "interleaved"] = "half"
+        if recipe.rotary == "interleaved" or self.has("interleaved"):
+            layout = "interleaved"
+        if config.get("rope_interleave") is not None:
+            layout = "interleaved" if config["rope_interleave"] else "half"
+        size = cut.head_dim
+        if cut.key_turned is not None and cut.key_turned.stop is not None:
+            size = cut.key_turned.stop - cut.key_turned.start
+        spec = rotary_spec(config, head_dim=size, layer=self.layer, layout=layout)
+        if spec is not None and self.has("turns backwards"):
+            spec = replace(spec, frequencies=tuple(-one for one in spec.frequencies))
+        return spec
+
+    def turns(self) -> bool:
+        """Whether this layer has rotary positions at all: some leave them out (NoPE)."""
+        config = self.config
+        kind = str(config.get("position_embedding_type") or "rope")
+        if kind in ("nope", "absolute", "none") and self.has("says how it turns"):
+            return False
+        if self.has("turns in windows only") and first_of(config, "sliding_window") is not None:
+            return layer_type(config, self.layer) == "sliding_attention"
+        return config.get("use_mem_rope") is not False
 
     def position(self, kind: Kind) -> tuple[str | None, str | None]:
         """What is added to a logit for its distance, and the tensor that holds it."""
@@ -372,8 +530,12 @@ class _Site:
 
     def has_qk_norm(self) -> bool:
         """Whether a norm stands between the projections and their product."""
+        if self.has("norm where it turns"):  # Llama 4
+            skipped = self.config.get("no_rope_layers") or ()
+            turns = self.layer >= len(skipped) or bool(skipped[self.layer])
+            return bool(self.config.get("use_qk_norm")) and turns
         said = any(self.config.get(key) is True for key in QK_NORM)
-        return said or self.attention in self.names.normed
+        return said or self.has("norm without gains") or self.attention in self.names.normed
 
     def caveats(self, layout: AttentionLayout) -> Iterator[str]:
         """What the spectrum of W_Qᵀ W_K leaves out here."""
@@ -381,30 +543,65 @@ class _Site:
         yield INPUT_CAVEAT
         if layout.kind == "cross":
             yield CROSS_CAVEAT
-        if layout.qk_norm:
+        if self.recipe.is_latent:
+            yield LATENT_CAVEAT
+        elif layout.qk_norm:
             yield NORM_CAVEAT
         if layout.query.bias or (layout.rotary and layout.key.bias):
             yield "biases add a term to each key's logit that the spectrum does not see"
-        if layout.rotary:
-            yield (
-                f"rotary positions ({layout.rotary.dimensions} of {layout.head_dim} dimensions, "
-                f"base {layout.rotary.base:g}, {layout.rotary.scaling}): the spectrum is that of "
-                "a query and a key at the same position"
-            )
-        if layout.rotary and layout.rotary.scaling in ("longrope", "su", "dynamic"):
-            yield "the rotary frequencies are those of texts up to the original length"
-        if layout.rotary and layout.rotary.magnitude != 1:
-            yield f"the turned dimensions are scaled by {layout.rotary.magnitude:.4g} as well"
-        if layout.position_bias:
-            yield f"a bias by distance ({layout.position_bias}) is added to the logits"
-        if str(config.get("position_embedding_type", "absolute")).startswith("relative"):
-            yield "relative position embeddings add terms to the logits that are not in the form"
+        yield from self.position_caveats(layout)
         if config.get("attn_logit_softcapping"):
             yield f"logits are capped at ±{config['attn_logit_softcapping']:g} by a tanh"
         if config.get("clip_qkv"):
             yield f"queries and keys are clipped at ±{config['clip_qkv']:g}"
-        if layer_type(config, self.layer) == "sliding_attention":
-            window = _value(config, ("sliding_window", "local_attention"))
-            yield f"keys beyond a window of {window} tokens are masked"
+        yield from self.mask_caveats()
         if join(self.attention, "sinks") in self.names:
             yield "a learned sink joins the keys in the softmax"
+        left = self.names.leftovers(self.attention, layout.tensors)
+        if left:
+            yield f"it also holds {', '.join(left[:4])}, whose terms are not in the form"
+
+    def position_caveats(self, layout: AttentionLayout) -> Iterator[str]:
+        """What positions do to the logits."""
+        rotary, config = layout.rotary, self.config
+        if rotary:
+            yield (
+                f"rotary positions ({rotary.dimensions} of {layout.head_dim} dimensions, "
+                f"base {rotary.base:g}, {rotary.scaling}): the spectrum is that of "
+                "a query and a key at the same position"
+            )
+        if rotary and rotary.scaling in ("longrope", "su", "dynamic"):
+            yield "the rotary frequencies are those of texts up to the original length"
+        if rotary and rotary.magnitude != 1:
+            yield f"the turned dimensions are scaled by {rotary.magnitude:.4g} as well"
+        if rotary and rotary.is_sectioned:
+            yield "tokens of pictures turn by three positions; the form is that of text"
+        if layout.kind == "self" and self.has("turns in two dimensions"):
+            yield "queries and keys turn with row and column; those rotations are not in the form"
+        if layout.qk_norm and rotary and self.has("normalized after turning"):
+            yield "gains act after the rotation; their order is not in the form"
+        if layout.position_bias:
+            yield f"a bias by distance ({layout.position_bias}) is added to the logits"
+        if str(config.get("position_embedding_type", "absolute")).startswith("relative"):
+            yield "relative position embeddings add terms to the logits that are not in the form"
+
+    def mask_caveats(self) -> Iterator[str]:
+        """Which keys are hidden, beside those that come later."""
+        config, kind = self.config, layer_type(self.config, self.layer)
+        window = first_of(config, "sliding_window", "local_attention", "attention_window_size")
+        everywhere = (
+            isinstance(window, int)
+            and not config.get("layer_types")
+            and config.get("use_sliding_window") is not False
+            and first_of(config, "sliding_window_pattern", "_sliding_window_pattern",
+                         "global_attn_every_n_layers") is None
+        )  # fmt: skip
+        if kind == "sliding_attention" or everywhere:
+            yield f"keys beyond a window of {window} tokens are masked"
+        if kind == "chunked_attention":
+            size = config.get("attention_chunk_size")
+            yield f"keys outside of chunks of {size} tokens are masked"
+        if self.has("chooses keys"):
+            yield "keys that an indexer does not choose are masked"
+        if self.has("own mask"):
+            yield "keys are masked in a pattern of the model's own"

@@ -17,8 +17,7 @@ from locater.core.theory import Profile
 from locater.errors import ConfigError, InputError, LocaterError
 from locater.models.layout import Skipped
 from locater.models.live import LiveAttention, discover
-from locater.models.recipes import RECIPES
-from locater.models.resolve import Recipe
+from locater.models.recipes import RECIPES, Recipe
 from locater.probe.alarms import Alarm, AlarmBook, AlarmRules
 from locater.probe.rows import (
     Logits,
