@@ -224,7 +224,9 @@ class _Site:
         recipe = _choose(rows, model_type)
         if recipe.skip:
             raise _UnreadableError(recipe.skip)
-        if recipe.family != "gguf" and known(model_type).status in ("verified", "partly"):
+        if recipe.family == "gguf" and isinstance(config, ChainMap):  # it says all it means
+            config = ChainMap(config.maps[0])
+        elif known(model_type).status in ("verified", "partly"):
             said = tuple(one for one in recipe.caveats if one != NAMES_CAVEAT)
             recipe = replace(recipe, caveats=said)
         return cls(names, attention, layer, config, recipe)
@@ -431,7 +433,7 @@ class _Site:
         return NormSpec(
             gain=gain,
             bias=bias,
-            adds_one=self.has("gain adds one"),
+            adds_one=self.has("gain adds one") and self.recipe.family != "gguf",
             is_centered=bias is not None or self.has("centered norm"),
             over_all=size is not None and shape == (rows,) and rows != size,
             eps=float(first_of(self.config, *NORM_EPS) or 1e-6),
