@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 from dataclasses import replace
 from itertools import pairwise
 from statistics import NormalDist
@@ -520,25 +519,6 @@ def test_a_cache_with_room_ahead_is_read_up_to_its_tokens() -> None:
             found = [(one.rows, one.entropy, one.distance) for one in probe.records]
             for ours, plain in zip(found, seen.setdefault("found", found), strict=True):
                 assert ours == pytest.approx(plain, rel=1e-4)
-
-
-def test_compiled_models_are_refused_with_the_way_out() -> None:
-    model = Stack(1)
-    compiled = torch.compile(model, backend="eager")
-    with pytest.raises(LocaterError, match=r"compiled._orig_mod"), Probe(compiled):  # type: ignore[arg-type]
-        pass
-    with Probe(model) as probe:  # the module itself, run by itself, is no problem
-        model(randn(2, 5, 8))
-    assert len(probe.records) == 2
-    torch._dynamo.reset()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with Probe(model), pytest.raises(Exception, match="compiled"):
-            compiled(randn(2, 5, 8))
-    torch._dynamo.reset()
-    model.compile(backend="eager")
-    with pytest.raises(LocaterError, match="is compiled"), Probe(model):
-        pass
 
 
 @pytest.mark.parametrize("settings", [{"queries": 0}, {"queries": "first"}, {"queries": True}])

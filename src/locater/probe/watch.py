@@ -2,7 +2,7 @@
 
 In a pass that a `Recorder` records, a torch function mode sees every call to softmax and
 scaled_dot_product_attention, and hooks on all modules say which of them is running.  Nothing is
-replaced: the model's own call is made, with its own arguments.
+replaced: the model's own call is made, with its own arguments.  `kernels` sees the others.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from locater.errors import LocaterError
 from locater.models.layout import AttentionLayout
 from locater.models.live import LiveAttention
 from locater.models.names import layer_number, plain_name
+from locater.probe import kernels
 from locater.probe.rows import Logits, ScoredKeys, SoftmaxInput
 
 _FUSED = functional.scaled_dot_product_attention
@@ -120,7 +121,8 @@ class Recorder:
         """Start watching; what `with` does."""
         if self._handles:
             return
-        _refuse_compiled(self.model)
+        if not kernels.has_compiled_parts(self.model):
+            kernels.wrap(self, self.model)
         if isinstance(self.model, nn.TransformerEncoderLayer):
             # a hook of its own would make PyTorch leave this layer's fast path
             self._handles = [
@@ -141,6 +143,7 @@ class Recorder:
         for handle in self._handles:
             _remove_hook(handle)
         self._handles = []
+        kernels.unwrap(self)
         if not any(map(_is_recorders, self.model._forward_hooks.values())):
             vars(self.model).pop("__reduce_ex__", None)
         self._stop()
@@ -172,7 +175,6 @@ class Recorder:
     def begin(self) -> None:
         """A forward pass begins; it is watched until `end` if it is one to watch."""
         if self._watch is None and self.pass_begins():  # else the model calls itself
-            _refuse_compiled(self.model)
             self.now.watch = _Watch(self, self._names)
             self.now.watch.start(self.model)
 
@@ -189,7 +191,10 @@ class Recorder:
 
     def _before(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
-            raise _compiled(type(self.model).__name__)
+            raise LocaterError(
+                f"{type(self.model).__name__} is compiled around its probe.",
+                hint="probe what locater.probe.kernels.compiled(model) gives, not the model in it.",
+            )
         self.begin()
 
     def _after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -239,11 +244,14 @@ class _Watch(TorchFunctionMode):
 
     def start(self, root: nn.Module) -> None:
         """Begin; the root's own hooks have run already, so it is entered here."""
+        kernels.active().append(self)
+        if kernels.has_compiled_parts(root):  # its graphs call; a mode would compile them anew
+            return
         self.handles = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._after_any, with_kwargs=True),
         ]
-        self._listen(True)
+        self.listen(True)
         self._enter(root, ())
 
     def stop(self) -> None:
@@ -251,9 +259,12 @@ class _Watch(TorchFunctionMode):
         for handle in self.handles:
             _remove_hook(handle)
         if self.is_entered:
-            self._listen(False)
+            self.listen(False)
+        if self in kernels.active():
+            kernels.active().remove(self)
 
-    def _listen(self, is_on: bool) -> None:
+    def listen(self, is_on: bool) -> None:
+        """Switch the mode on or off."""
         enter: Any = self.__enter__
         leave: Any = self.__exit__
         _ = enter() if is_on else leave(None, None, None)
@@ -263,12 +274,9 @@ class _Watch(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is _FUSED:
-            self._see(_fused_logits, args, kwargs)
-        elif func is _MULTIHEAD:
-            self._see(_multihead_logits, args, kwargs)
-        elif func in _SOFTMAX:
-            self._see(_softmax_logits, args, kwargs, only_known=True)
+        reader = kernels.READERS.get(func)
+        if reader is not None and not torch.compiler.is_compiling():
+            self.see(reader, args, kwargs)
         return func(*args, **kwargs)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
@@ -281,7 +289,7 @@ class _Watch(TorchFunctionMode):
             is_inner = any(one.is_hidden for one in self.frames)
             frame.is_hidden = not is_inner and not isinstance(module, nn.TransformerEncoder)
             if self.is_entered:
-                self._listen(False)
+                self.listen(False)
                 frame.is_suspended = True
 
     def _after_any(self, module: nn.Module, args: Any, *rest: Any) -> None:
@@ -306,17 +314,29 @@ class _Watch(TorchFunctionMode):
 
     def _resume(self, frame: _Frame) -> None:
         if frame.is_suspended:
-            self._listen(True)
+            self.listen(True)
 
-    def _see(
-        self, reader: Any, args: tuple[Any, ...], kwargs: dict[str, Any], only_known: bool = False
-    ) -> None:
+    def see(self, reader: kernels.Reader, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A call of attention in the modules that are running."""
         known = next((one for one in reversed(self.frames) if one.place is not None), None)
-        if known is None and (only_known or not self.frames):
+        if known is None and (reader is _softmax_logits or not self.frames):
             return
         frame = known or self._named_by_call(self.frames[-1])
         with torch.no_grad():
             self._report(frame, reader(frame, *args, **kwargs))
+
+    def see_in(
+        self,
+        modules: list[nn.Module],
+        reader: kernels.Reader,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        """A call of attention in a compiled graph, and the modules that it lies in."""
+        if modules[-1] in self.names:
+            self.frames = [_Frame(one, self.attentions.get(one)) for one in modules]
+            self.see(reader, args, kwargs)
+            self.frames = []
 
     def _report(self, frame: _Frame, logits: Logits | None) -> None:
         assert frame.place is not None
@@ -567,15 +587,11 @@ def _without_recorders(model: nn.Module, protocol: int) -> Any:
     return (*made[:2], state, *made[3:])
 
 
-def _refuse_compiled(model: nn.Module) -> None:
-    for module in model.modules():
-        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
-            raise _compiled(type(module).__name__)
-
-
-def _compiled(name: str) -> LocaterError:
-    return LocaterError(
-        f"{name} is compiled: what torch.compile has fused cannot be seen.",
-        hint="probe the module that you compiled (compiled._orig_mod) in a pass of its own, "
-        "without compilation.",
-    )
+kernels.READERS.update(
+    {
+        _FUSED: _fused_logits,
+        _MULTIHEAD: _multihead_logits,
+        torch.ops.higher_order.flex_attention: kernels.graph_flex_logits,
+        **dict.fromkeys((*_SOFTMAX, "softmax"), _softmax_logits),
+    }
+)
