@@ -38,6 +38,16 @@ def test_a_request_that_leaves_the_page_would_be_seen(
     assert opened.outside == []
 
 
+def test_a_script_that_is_not_the_page_s_own_does_not_run(path: Path, open_page: Open) -> None:
+    opened = open_page(path)
+    opened.page.evaluate(
+        """() => { const made = document.createElement('script');
+        made.textContent = 'window.harmed = 1'; document.body.append(made) }"""
+    )
+    assert opened.page.evaluate("window.harmed") is None
+    assert any("Content Security Policy" in error for error in opened.errors)
+
+
 def test_a_phone_needs_no_sideways_scrolling(path: Path, open_page: Open) -> None:
     opened = open_page(path, width=390, scheme="dark")
     widths = opened.page.evaluate("[document.documentElement.scrollWidth, innerWidth]")

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 
 from locater.audit import audit_model
+from locater.errors import guarded
 from locater.paper import claims, curves, figures
 from locater.paper.explorer import explorer_section
 from locater.paper.fig5 import fig5_chart, fig5_verdicts
@@ -330,6 +331,13 @@ def reality_part(context: Context) -> Result:
 
 def published_part(context: Context) -> Result:
     """Real models that others have trained, as `benchmarks/study_reality.py` found them."""
+    with guarded(
+        f"what lies in {context.reality}", hint="take away what study_reality.py did not write."
+    ):
+        return _published(context)
+
+
+def _published(context: Context) -> Result:
     paths = sorted(context.reality.glob("*.json")) if context.reality else []
     studies = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     studies = [study for study in studies if study["side"]]  # not the laboratory's own
