@@ -98,7 +98,7 @@ def _on_ray(
             options = {"address": address}
         try:
             ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
-        except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        except Exception as error:  # a node that dies while it starts is a bare Exception
             raise _no_cluster(address, str(error)) from error
     try:
         task: Any = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=5)(_task)
