@@ -107,6 +107,18 @@ def test_a_cluster_that_does_not_answer_is_reported_within_seconds(
     assert time.monotonic() - start < 15
 
 
+def test_a_node_that_dies_while_it_starts_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray says so by a bare Exception; found by killing raylets."""
+    import ray
+
+    def dies(**_: object) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(ray, "init", dies)
+    with pytest.raises(LocaterError, match=r"node timed out during startup[\s\S]*\nhint: "):
+        list(run_units(lambda unit: unit, [1], engine="ray"))
+
+
 @pytest.mark.distributed
 def test_ray_starts_a_cluster_of_its_own_and_stops_it_also_after_an_error() -> None:
     import ray
