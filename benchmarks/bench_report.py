@@ -44,7 +44,7 @@ def large_audit(name: str = "32x32", *, layers: int = 32, heads: int = 32) -> Au
                     entropy=6 * noise[0],
                     effective_tokens=400 * noise[1],
                     r=3 * real[0],
-                    verdict="healthy" if noise[2] > 0.1 else "entropy-collapse risk",
+                    verdict="healthy" if noise[2] > 0.1 else "collapsed",
                     reason=f"attention rests on {400 * noise[1]:.3g} of 512 tokens",
                     eigenvalues_real=tuple(real),
                     eigenvalues_imag=tuple(imaginary),

@@ -22,13 +22,12 @@ from safetensors.torch import load_file, save_file
 from locater.engines import one_thread
 from locater.models.live import find_attention
 from locater.models.loading import load_model, read_text, text_blocks
+from locater.probe.samples import AttentionSamples, collect
 from locater.reality.against_theory import (
-    AttentionSamples,
     LayerReality,
     Reality,
     RealityConfig,
     averages,
-    collect,
     layer_against_theory,
 )
 from locater.report.reality_view import profile_records

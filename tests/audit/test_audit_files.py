@@ -49,7 +49,7 @@ def audit(folder: Path) -> Audit:
     return audit_checkpoint(folder, tokens=16)
 
 
-DRAWN = ("entropy", "entropy_error", "entropy_bound", "effective_tokens")
+DRAWN = ("deviation", "entropy", "entropy_error", "entropy_bound", "effective_tokens")
 
 
 def assert_same_numbers(
@@ -277,9 +277,10 @@ def test_the_table_fits_100_columns_and_shows_the_worst_first(
     assert main(["audit", str(tmp_path), "--tokens", "16", "--process", "random-walk"]) == 0
     shown = capsys.readouterr()
     assert max(map(len, shown.out.splitlines())) <= 100
-    assert "entropy-collapse risk: " in shown.out
-    assert "fewer than 2" in " ".join(shown.out.split())
-    assert "caveat: no text was read" in shown.err
+    first = " ".join(shown.out.split())
+    assert first.startswith("verified: llama gives the model's own logits")
+    assert first.index("no text was read: use --text") < first.index("stands out")
+    assert "healthy" not in first
     rows = audit_checkpoint(tmp_path, tokens=16, process="random-walk").worst_first()
     heads = [line.split()[0] for line in shown.out.splitlines() if line.startswith(" d")]
     assert heads == [f"d{row.layer}.{row.head}" for row in rows]
@@ -332,13 +333,14 @@ def test_a_timeline_and_a_comparison_say_what_they_left_out(
         line = [command, str(tmp_path), str(tmp_path), "--tokens", "16"]
         capsys.readouterr()
         assert main(line) == 0
-        said = capsys.readouterr().err.splitlines()
-        assert sum(one.startswith("caveat: no text was read") for one in said) == 1
+        shown = capsys.readouterr()
+        said = shown.err.splitlines()
+        assert shown.out.count("no text was read: use --text") == 1
         assert sum(one.startswith("skipped: layers.1.self_attn: ") for one in said) == 1
         assert main([*line, "--json"]) == 0
         data = json.loads(capsys.readouterr().out)
         assert {one["name"] for one in data["skipped"]} == {"layers.1.self_attn"}
-        assert any("no text was read" in caveat for caveat in data["caveats"])
+        assert any("no text was read" in sentence for sentence in data["head"])
 
 
 @pytest.mark.parametrize(
@@ -413,8 +415,9 @@ def test_one_checkpoint_that_cannot_be_read_does_not_end_a_timeline(
     (tmp_path / "checkpoint-30" / "model.safetensors").write_bytes(b"short")
     paths = [str(path) for path in sorted(tmp_path.iterdir())]
     assert paths[0].endswith("-1000")  # as a shell lists them
-    assert main(["audit", *paths, "--tokens", "16", "--json"]) == 0
+    assert main(["audit", *paths, "--tokens", "16", "--json"]) == 1
     captured = capsys.readouterr()
     assert "left out" in captured.err and "checkpoint-30" in captured.err
+    assert "1 of 3 checkpoints could not be read" in captured.err
     names = json.loads(captured.out)["checkpoints"]
     assert [name.rpartition("-")[2] for name in names] == ["200", "1000"]

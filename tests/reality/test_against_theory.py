@@ -16,7 +16,6 @@ from locater import (
     ConfigError,
     InputError,
     LocaterError,
-    Probe,
     TokenProcess,
     find_attention,
     propagation,
@@ -28,7 +27,6 @@ from locater.reality.against_theory import (
     RealityConfig,
     against_theory,
     measure,
-    measured_processes,
     rank_correlation,
 )
 
@@ -250,21 +248,6 @@ def test_models_that_are_not_there_are_explained(tmp_path: Path) -> None:
         load_model(tmp_path)
     with pytest.raises(ConfigError, match="estimate_blocks"):
         RealityConfig(estimate_blocks=2)
-
-
-def test_measured_processes_are_the_probe_s_however_little_memory_there_is(samples: Path) -> None:
-    model, tokenizer = load_model(samples / "model")
-    blocks = text_blocks(tokenizer, read_text(samples / "text.txt"), tokens=8, blocks=64)
-    with Probe(model) as probe:
-        model(blocks)
-    whole, sparing = (measured_processes(model, blocks, memory=size) for size in (1 << 30, 1))
-    assert len(whole) == 2
-    for name, process in whole.items():
-        expected = probe.process(name, fit="traces")
-        for other in (expected, sparing[name]):
-            # float32 inputs that the model computes in batches of another size
-            torch.testing.assert_close(process.kernel, other.kernel, rtol=1e-4, atol=1e-5)
-            torch.testing.assert_close(process.mean, other.mean, rtol=1e-4, atol=1e-5)
 
 
 def test_an_audit_of_a_text_rests_on_its_tokens(

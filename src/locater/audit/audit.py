@@ -11,24 +11,28 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from locater.audit.draws import DRAWS, entropy_columns, null_columns
-from locater.audit.table import LIST_COLUMNS, Audit, HeadRecord, judge
+from locater.audit.table import LIST_COLUMNS, Audit, HeadRecord, Status, compared, judge
+from locater.checkpoints.formats import GGUF_TESTED
 from locater.checkpoints.open import Checkpoint, open_checkpoint
 from locater.checkpoints.source import Say, silent
 from locater.core.form import QKForm, Spectrum
 from locater.core.process import ProcessName, TokenProcess
-from locater.core.score import HeadMoments, LogitDraws
-from locater.core.theory import REGIMES, Profile, regime_of
+from locater.core.score import HeadMoments, LogitDraws, SampledHeads
+from locater.core.theory import REGIMES, Profile, attention_entropy, regime_of
 from locater.engines import one_thread
 from locater.errors import ConfigError, InputError, LocaterError, unknown
+from locater.models.coverage import known
 from locater.models.layout import AttentionLayout, Skipped
-from locater.models.live import AnyPair, discover
+from locater.models.live import AnyPair, discover, find_attention
 from locater.models.names import Shapes, plain_name
 from locater.models.norms import Norm, norms
 from locater.models.recipes import RECIPES, Recipe
 from locater.models.resolve import INPUT_CAVEAT, layouts
+from locater.probe.samples import LARGEST_GAP, AttentionSamples, collect, logit_gap
 
 Report = Callable[[int, int], None]
 Tensors = Mapping[str, Tensor]
@@ -57,6 +61,7 @@ _PARAMETRIZED = (
     "live model, or save it after torch.nn.utils.parametrize.remove_parametrizations"
 )
 _WIDTHS = ("hidden_size", "n_embd", "d_model")
+_CHECKED = 32  # blocks on which the forms are held against the model
 _BLOCK_BYTES = 48 * 2**20
 
 
@@ -71,7 +76,8 @@ class AuditConfig:
     phi: float = 0.9
     """Correlation of neighbors of the autoregressive process."""
     processes: Mapping[str, TokenProcess] = field(default_factory=dict)
-    """Measured tokens by attention name; they replace the assumed ones there."""
+    """Measured tokens by attention name; they replace the assumed ones there.  `audit_model` takes
+    them, and the attention itself, from the `blocks` of a text."""
     offset: int = 0
     """Distance between query and key at which a rotary form is taken."""
     gains: bool = True
@@ -160,6 +166,8 @@ class Layers:
     format: str = "module"
     caveats: tuple[str, ...] = ()
     """What the checkpoint says of itself."""
+    model_types: frozenset[str] = frozenset()
+    """Those that the config names."""
 
     @classmethod
     def of_checkpoint(
@@ -184,7 +192,8 @@ class Layers:
         attentions = [one for one in attentions if one.name not in {cut.name for cut in narrow}]
         before = norms(checkpoint.shapes, checkpoint.config, attentions) if gains else {}
         about = (checkpoint.name, checkpoint.format, tuple(checkpoint.caveats))
-        return cls(attentions, before, skipped, checkpoint.read, *about)
+        types = frozenset(_model_types(checkpoint.config))
+        return cls(attentions, before, skipped, checkpoint.read, *about, types)
 
     @classmethod
     def of_model(
@@ -203,6 +212,8 @@ class Layers:
             plain_name(name): value for name, value in model.named_parameters() if value.ndim == 1
         }
         shapes: Shapes = {name: tuple(value.shape) for name, value in vectors.items()}
+        configs = [getattr(part, "config", None) for part in model.modules()]
+        types = frozenset(str(getattr(config, "model_type", "")) for config in configs) - {""}
         said = getattr(getattr(model, "config", None), "model_type", "")
         attentions = [live.layout for live in lives]
         before = norms(shapes, {"model_type": said}, attentions) if gains else {}
@@ -212,7 +223,22 @@ class Layers:
                 name: sources[name].read() if name in sources else vectors[name] for name in names
             }
 
-        return cls(attentions, before, skipped, read, name or type(model).__name__)
+        about = name or type(model).__name__
+        return cls(attentions, before, skipped, read, about, model_types=types)
+
+    def status(self, layout: AttentionLayout) -> tuple[Status, str]:
+        """Whether a layer's form is known to give the model's own logits, and a sentence on it."""
+        if layout.family not in self.model_types:
+            if layout.family == "multihead":
+                return "verified", "verified: nn.MultiheadAttention of torch"
+            return "unverified", known(None).sentence
+        found = known(layout.family)
+        if self.format == "gguf" and layout.family not in GGUF_TESTED:
+            return "unverified", f"unverified: no GGUF file of {layout.family} was put to the test"
+        words: dict[str | None, Status] = {
+            "verified": "verified", "partly": "partly", "wrong": "known gap"
+        }  # fmt: skip
+        return words.get(found.status, "unverified"), found.sentence
 
     def form(
         self,
@@ -272,6 +298,15 @@ class Layers:
             name: value.float() if value.is_floating_point() and value.element_size() < 2 else value
             for name, value in tensors.items()
         }
+
+
+def _model_types(config: Mapping[str, Any]) -> Iterator[str]:
+    """The model types of a config and of its parts."""
+    if isinstance(config.get("model_type"), str):
+        yield config["model_type"]
+    for part in config.values():
+        if isinstance(part, Mapping):
+            yield from _model_types(part)
 
 
 def _absent(
@@ -356,10 +391,15 @@ def audit_model(
     name: str | None = None,
     recipes: Sequence[Recipe] = RECIPES,
     pairs: Sequence[AnyPair] | None = None,
+    blocks: Tensor | None = None,
     report: Report | None = None,
     **keywords: Unpack[AuditKeywords],
 ) -> Audit:
     """Audit a live model, LoRA and parametrizations as they act now; see `audit_checkpoint`.
+
+    The model is run on `blocks` of a text (ids, blocks × tokens), if they are given: their tokens
+    replace the assumed ones, heads are judged by their attention on them, and every form is held
+    against the model's own logits.
 
     >>> audit = audit_model(nn.TransformerEncoderLayer(8, 2), tokens=16)
     >>> [(row.layer, row.head, row.head_dim) for row in audit.rows]
@@ -367,8 +407,72 @@ def audit_model(
     """
     settings = settings_of(settings, keywords)
     layers = Layers.of_model(model, name=name, recipes=recipes, pairs=pairs, gains=settings.gains)
+    seen: dict[str, OnText] = {}
+    if blocks is not None:
+        seen = on_text(model, blocks, report=report)
+        processes = {name: layer.process for name, layer in seen.items()}
+        settings = replace(settings, processes=processes, tokens=blocks.shape[1])
     with torch.no_grad():
-        return audit_layers(layers, settings, report)
+        return audit_layers(layers, settings, report, seen=seen)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class OnText:
+    """What a text showed of one attention."""
+
+    process: TokenProcess
+    """Of the tokens that it read."""
+    entropy: Float[Tensor, " heads"]
+    """Mean entropy of the last tokens' attention, and its standard error over blocks."""
+    entropy_error: Float[Tensor, " heads"]
+    keys: int
+    """How many keys the last token sees: fewer than all where a window hides some."""
+    logit_gap: float
+    """Largest difference of the form's logits from the model's own, in their deviations."""
+
+    @classmethod
+    def of(cls, samples: AttentionSamples) -> OnText:
+        """Take the moments of the tokens and measure the attention."""
+        own = samples.logits.double()
+        form = samples.attention.form(distances=samples.inputs.shape[1])
+        few = samples.inputs[:_CHECKED]
+        heads = SampledHeads.of(form.to(torch.float64, torch.device("cpu")), few)
+        entropy = attention_entropy(torch.softmax(own, -1))
+        return cls(
+            process=TokenProcess.from_samples(samples.inputs, fit="traces"),
+            entropy=entropy.mean(0),
+            entropy_error=entropy.std(0) / math.sqrt(len(entropy)),
+            keys=int((own > -torch.inf).sum(-1).amax()),
+            logit_gap=logit_gap(heads.logits(), own[:_CHECKED]),
+        )
+
+
+def on_text(
+    model: nn.Module, blocks: Tensor, *, memory: int = 1 << 30, report: Report | None = None
+) -> dict[str, OnText]:
+    """What blocks of a text show of every self-attention of a model, by its name.
+
+    Layers whose inputs together fit into `memory` bytes are taken in one pass of the model.
+    """
+    found = [
+        one for one in find_attention(model) if one.layout.kind == "self" and one.module is not None
+    ]
+    if not found or len(blocks) < 8:
+        raise LocaterError(
+            f"{len(found)} self-attentions and {len(blocks)} blocks of text give no token process.",
+            hint="give a model with self-attention and a longer text, or fewer --tokens.",
+        )
+    size = 4 * len(blocks) * blocks.shape[1] * max(one.layout.model for one in found)
+    some = max(1, memory // size)
+    seen: dict[str, OnText] = {}
+    for start in range(0, len(found), some):
+        samples = collect(model, found[start : start + some], blocks, keep=len(blocks), batch=8)
+        with one_thread(), torch.no_grad():
+            for one in samples:
+                seen[one.attention.layout.name] = OnText.of(one)
+                if report is not None:
+                    report(len(seen), len(found))
+    return seen
 
 
 def settings_of(settings: AuditConfig | None, keywords: AuditKeywords) -> AuditConfig:
@@ -386,11 +490,13 @@ def audit_layers(
     settings: AuditConfig,
     report: Report | None = None,
     chosen: Sequence[AttentionLayout] | None = None,
+    *,
+    seen: Mapping[str, OnText] | None = None,
 ) -> Audit:
     """Audit the attentions of an open checkpoint or a live model, or some chosen ones of them."""
     rows: list[HeadRecord] = []
     skipped: list[Skipped] = []
-    auditor = Auditor(settings)
+    auditor = Auditor(settings, seen or {})
     wanted = layers.layouts if chosen is None else chosen
     with one_thread():
         for done, layout in enumerate(wanted, 1):
@@ -418,7 +524,8 @@ def audit_layers(
         process=settings.words,
         method=_METHODS[settings.method],
         positions=settings.positions,
-        rows=tuple(rows),
+        rows=tuple(compared(rows)),
+        head=tuple(_head(settings, layers, wanted, seen or {})),
         caveats=tuple(dict.fromkeys((*layers.caveats, *_caveats(settings, layers)))),
         skipped=tuple(skipped),
     )
@@ -427,8 +534,8 @@ def audit_layers(
 class Auditor:
     """Audits one layer after the other under the same settings and the same drawn tokens."""
 
-    def __init__(self, settings: AuditConfig) -> None:
-        self.settings = settings
+    def __init__(self, settings: AuditConfig, seen: Mapping[str, OnText] | None = None) -> None:
+        self.settings, self.seen = settings, seen or {}
         self._draws = _draws(settings.assumed)
 
     def layer(self, layers: Layers, layout: AttentionLayout, tensors: Tensors) -> list[HeadRecord]:
@@ -437,6 +544,7 @@ class Auditor:
         process = measured or self.settings.assumed
         draws = _draws(measured) if measured else self._draws
         rows: list[HeadRecord] = []
+        status, _ = layers.status(layout)
         for key_heads in blocks(layout):
             form = layers.form(
                 layout,
@@ -448,11 +556,13 @@ class Auditor:
             columns = self._columns(layout, form, process, draws)
             lists = {name: column.tolist() for name, column in columns.items()}
             regimes = lists.pop("regime")
+            start = len(rows)
             rows += [
-                _record(layout, len(rows) + head, REGIMES[regime], lists, head, process.tokens)
+                _record(layout, start + head, REGIMES[regime], lists, head)
                 for head, regime in enumerate(regimes)
             ]
-        return rows
+        seen = self.seen.get(layout.name)
+        return [_judged(row, status, process.tokens, seen) for row in rows]
 
     def _columns(
         self, layout: AttentionLayout, form: QKForm, process: TokenProcess, draws: LogitDraws
@@ -508,16 +618,7 @@ def _record(
     regime: str,
     columns: Mapping[str, list[Any]],
     place: int,
-    tokens: int,
 ) -> HeadRecord:
-    values = {name: _plain(name, column[place]) for name, column in columns.items()}
-    verdict, reason = judge(
-        entropy=values["entropy"],
-        entropy_bound=values["entropy_bound"],
-        peak=values["peak"],
-        tokens=tokens,
-        qk_norm=layout.qk_norm,
-    )
     return HeadRecord(
         name=layout.name,
         part=layout.part,
@@ -529,10 +630,26 @@ def _record(
         head_dim=layout.head_dim,
         temperature=layout.temperature,
         regime=regime,
-        verdict=verdict,
-        reason=reason,
-        **values,
+        **{name: _plain(name, column[place]) for name, column in columns.items()},
     )
+
+
+def _judged(row: HeadRecord, status: Status, tokens: int, seen: OnText | None) -> HeadRecord:
+    """The row with what is known of its form, what was measured, and the verdict."""
+    measured: dict[str, Any] = {"status": status}
+    if seen is not None:
+        measured |= {
+            "measured_entropy": seen.entropy[row.head].item(),
+            "measured_error": seen.entropy_error[row.head].item(),
+            "logit_gap": seen.logit_gap,
+        }
+    verdict, reason = judge(
+        entropy=measured.get("measured_entropy"),
+        tokens=tokens if seen is None else seen.keys,
+        logit_gap=measured.get("logit_gap"),
+        status=status,
+    )
+    return replace(row, verdict=verdict, reason=reason, **measured)
 
 
 def _plain(name: str, value: Any) -> Any:
@@ -540,6 +657,38 @@ def _plain(name: str, value: Any) -> Any:
     if name in LIST_COLUMNS:
         return tuple(value)
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _head(
+    settings: AuditConfig,
+    layers: Layers,
+    layouts: Sequence[AttentionLayout],
+    seen: Mapping[str, OnText],
+) -> Iterator[str]:
+    """What is to be known first: are the forms the model's, and was anything measured?"""
+    said = Counter(layers.status(layout)[1] for layout in layouts)
+    for sentence, count in said.most_common():
+        yield sentence if len(said) == 1 else f"{sentence} ({count} of {len(layouts)} layers)"
+    if not seen:
+        yield (
+            "no text was read: use --text FILE (blocks=) for verdicts; ρ, regimes and entropies "
+            f"are those of assumed tokens ({settings.words})"
+            if not settings.processes
+            else "no attention was measured: use --text FILE (blocks=) for verdicts"
+        )
+        return
+    worst = max(seen.values(), key=lambda layer: layer.logit_gap).logit_gap
+    wrong = [name for name, layer in seen.items() if not layer.logit_gap <= LARGEST_GAP]
+    yield (
+        f"measured on a text: the forms' logits differ from the model's own by at most {worst:.2g} "
+        "standard deviations"
+    )
+    if wrong:
+        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        yield (
+            f"known gap: {wrong[0]}{more} of {len(seen)} layers differ by more than "
+            f"{LARGEST_GAP:g}: their forms leave something out, and their heads are not judged"
+        )
 
 
 def _caveats(settings: AuditConfig, layers: Layers) -> Iterator[str]:
@@ -552,11 +701,6 @@ def _caveats(settings: AuditConfig, layers: Layers) -> Iterator[str]:
         )
     if settings.gains and count < len(layouts):
         yield f"no norm is known before {len(layouts) - count} attentions: W_QK stands as stored"
-    if not settings.processes:
-        yield (
-            "no text was read: ρ, entropies and verdicts are those of assumed tokens "
-            f"({settings.words})"
-        )
     if any(layout.rotary for layout in layouts):
         where = (
             "a query and a key at the same position"
@@ -566,7 +710,7 @@ def _caveats(settings: AuditConfig, layers: Layers) -> Iterator[str]:
         rest = (
             "; ρ and entropy on measured tokens have every key at its own distance"
             if settings.processes and not settings.offset
-            else "; attention at other distances differs, and with it entropy and verdict"
+            else "; attention at other distances differs, and with it entropy"
         )
         yield f"rotary heads are taken at offset {settings.offset}: W_Qᵀ R W_K of {where}{rest}"
     said = [

@@ -48,8 +48,6 @@ class HeadChange:
     """‖W_after − W_before‖_F / ‖W_before‖_F, from the factors."""
     changes: Mapping[str, float | None]
     """By column: r, eta, mean, variance, entropy, …"""
-    verdict_before: str
-    verdict_after: str
     regime_before: str
     regime_after: str
 
@@ -57,11 +55,6 @@ class HeadChange:
     def has_moved(self) -> bool:
         """Whether W, or by biases and norms alone a column that rests on them, is another."""
         return self.distance > 0 or any(self.changes.values())
-
-    @property
-    def is_judged_anew(self) -> bool:
-        """Whether the verdict changed."""
-        return self.verdict_before != self.verdict_after
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,16 +73,14 @@ class Comparison:
         if not self.rows:
             return f"{self.before.name} and {self.after.name} have no head in common."
         moved = [row for row in self.rows if row.has_moved]
-        judged = Counter(
-            (row.verdict_before, row.verdict_after) for row in self.rows if row.is_judged_anew
-        )
+        moves = Counter((row.regime_before, row.regime_after) for row in self.rows)
         middle = self.rows[len(self.rows) // 2].distance
-        said = "; ".join(f"{count} went from {a} to {b}" for (a, b), count in judged.items())
+        said = "; ".join(f"{n} went from {a} to {b}" for (a, b), n in moves.items() if a != b)
         first = self.rows[0]
         return (
             f"{self.before.name} → {self.after.name}: {len(moved)} of {len(self.rows)} heads "
             f"changed; ‖ΔW‖_F/‖W‖_F is {middle:.3g} in the median and {first.distance:.3g} at most "
-            f"({first.name}, head {first.head}). Verdicts: {said or 'none changed'}. "
+            f"({first.name}, head {first.head}). Regimes: {said or 'none changed'}. "
             f"Rests on {self.after.process}."
         )
 
@@ -98,6 +89,7 @@ class Comparison:
         return {
             "before": self.before.name,
             "after": self.after.name,
+            "head": list(dict.fromkeys((*self.before.head, *self.after.head))),
             "summary": self.summary,
             "process": self.after.process,
             "caveats": Timeline(audits=(self.before, self.after)).caveats,
@@ -248,8 +240,6 @@ def _change(before: HeadRecord, after: HeadRecord, distance: float) -> HeadChang
         head=before.head,
         distance=distance,
         changes=changes,
-        verdict_before=before.verdict,
-        verdict_after=after.verdict,
         regime_before=before.regime,
         regime_after=after.regime,
     )
@@ -286,6 +276,7 @@ class Timeline:
         """Plain values: the checkpoints' summaries and every head's trajectory."""
         return {
             "checkpoints": [audit.name for audit in self.audits],
+            "head": list(dict.fromkeys(line for audit in self.audits for line in audit.head)),
             "summaries": [audit.summary for audit in self.audits],
             "caveats": self.caveats,
             "skipped": [

@@ -1,8 +1,7 @@
 """The records of an audit: one row per head, the table they make, and verdicts in words.
 
-Each verdict is one rule, and says its number.  All of them speak of attention at the audit's length
-under the audit's tokens.  With assumed tokens (Σ = I) they compare heads; they are no measurement
-of the model on text.
+A verdict needs a measurement: attention of the model on a text, by a form whose logits are the
+model's own.  Without a text the rows hold numbers, and what stands out among the model's heads.
 """
 
 from __future__ import annotations
@@ -12,19 +11,21 @@ import io
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from statistics import median
 from typing import Any, Literal, get_args
 
-from locater.core.theory import VANISHING
 from locater.errors import InputError, MissingExtraError
 from locater.models.layout import Skipped
+from locater.probe.samples import LARGEST_GAP
 
-Verdict = Literal[
-    "entropy-collapse risk", "vanishing signal", "rank-collapse risk", "not judged", "healthy"
-]
+Verdict = Literal["collapsed", "uniform", "not judged", "healthy"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 """Worst first."""
+Status = Literal["verified", "partly", "known gap", "unverified"]
+"""Whether a form is known to give the model's own logits: put to the test, in part, found wrong, or
+recognized by names alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,9 +85,21 @@ class HeadRecord:
     """The least entropy that rows of logits of that norm could have, in the same draws (Eq. 9)."""
     effective_tokens: float
     """exp(entropy): how many tokens the attention rests on."""
-    verdict: Verdict
-    reason: str
-    """The number and the rule behind the verdict."""
+    measured_entropy: float | None = None
+    """Mean entropy of the last token's attention on the text, by the model's own logits."""
+    measured_error: float | None = None
+    """Its standard error over the blocks of the text."""
+    logit_gap: float | None = None
+    """Largest difference of the form's logits from the model's on the text, in their deviations."""
+    status: Status = "unverified"
+    """Whether this layer's form is known to be the model's."""
+    deviation: float | None = None
+    """How far the head is from the others, at most, in robust deviations."""
+    deviates_in: str = ""
+    """The column that this is about."""
+    verdict: Verdict = "not judged"
+    reason: str = ""
+    """The number and the rule behind the verdict, or why there is none."""
     eigenvalues_real: tuple[float, ...] = ()
     eigenvalues_imag: tuple[float, ...] = ()
     singular_values: tuple[float, ...] = ()
@@ -133,15 +146,25 @@ class Audit:
     positions: tuple[int, ...]
     """The token positions, counted from 1, at which the rows keep ρ."""
     rows: tuple[HeadRecord, ...]
+    head: tuple[str, ...] = ()
+    """What is to be known first: whether the forms are the model's, and what was measured."""
     caveats: tuple[str, ...] = ()
     skipped: tuple[Skipped, ...] = field(default=())
     bytes_read: int = 0
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether a text was read."""
+        return any(row.measured_entropy is not None for row in self.rows)
 
     @property
     def summary(self) -> str:
         """One paragraph."""
         counts = Counter(row.verdict for row in self.rows)
         said = ", ".join(f"{counts[one]} {one}" for one in VERDICTS if counts[one])
+        if not self.is_measured:
+            out = sum(stands_out(row) for row in self.rows)
+            said = f"{out} stand out against the others; none is judged, for no text was read"
         layers = len({row.name for row in self.rows})
         regimes = Counter(row.regime for row in self.rows).most_common()
         seen = ", ".join(f"{count} {regime}" for regime, count in regimes)
@@ -151,22 +174,27 @@ class Audit:
             f"{said}. "
         )
         if self.rows:
-            entropies = [row.entropy for row in self.rows]
             large = sum(abs(row.r) > 2 for row in self.rows)
-            text += (
-                f"Regimes: {seen}; |r| > 2 in {large}. Predicted attention entropy "
-                f"{min(entropies):.2f} to {max(entropies):.2f} of at most "
-                f"{math.log(self.tokens):.2f} nats."
-            )
+            text += f"Regimes: {seen}; |r| > 2 in {large}. {self._entropies} nats."
         return f"{text}{left} Rests on {self.process}."
 
+    @property
+    def _entropies(self) -> str:
+        measured = [row.measured_entropy for row in self.rows if row.measured_entropy is not None]
+        values = measured or [row.entropy for row in self.rows]
+        word = "Measured" if measured else "Predicted"
+        return (
+            f"{word} attention entropy {min(values):.2f} to {max(values):.2f} of at most "
+            f"{math.log(self.tokens):.2f}"
+        )
+
     def worst_first(self) -> list[HeadRecord]:
-        """The rows in order of concern: by verdict, then by how far they are into it."""
+        """The rows in order of concern: by verdict, then by how far they are from the others."""
 
         def key(row: HeadRecord) -> tuple[Any, ...]:
-            depth = {"vanishing signal": row.peak, "rank-collapse risk": -row.entropy_bound}
-            rank = VERDICTS.index(row.verdict)
-            return rank, depth.get(row.verdict, row.entropy), row.name, row.head
+            measured = row.measured_entropy
+            depth = -abs(row.deviation or 0.0) if measured is None else measured
+            return VERDICTS.index(row.verdict), depth, row.name, row.head
 
         return sorted(self.rows, key=key)
 
@@ -174,6 +202,7 @@ class Audit:
         """Plain values, rows included; what JSON stores."""
         plain = {name: getattr(self, name) for name in _ABOUT}
         return plain | {
+            "head": list(self.head),
             "summary": self.summary,
             "caveats": list(self.caveats),
             "skipped": [asdict(one) for one in self.skipped],
@@ -193,6 +222,7 @@ class Audit:
             **{name: data[name] for name in _ABOUT},
             positions=tuple(data["positions"]),
             rows=tuple(HeadRecord.from_dict(row) for row in data["rows"]),
+            head=tuple(data.get("head", ())),
             caveats=tuple(data.get("caveats", ())),
             skipped=tuple(Skipped(**one) for one in data.get("skipped", ())),
             bytes_read=data.get("bytes_read", 0),
@@ -244,8 +274,8 @@ class Audit:
 
 def _parquet_schema(pyarrow: Any) -> Any:
     """One type per column, so that a column of Nones is still one of numbers."""
-    kinds = {"str": pyarrow.string(), "Verdict": pyarrow.string(), "int": pyarrow.int64(),
-             "tuple[float, ...]": pyarrow.list_(pyarrow.float64())}  # fmt: skip
+    kinds = dict.fromkeys(("str", "Verdict", "Status"), pyarrow.string())
+    kinds |= {"int": pyarrow.int64(), "tuple[float, ...]": pyarrow.list_(pyarrow.float64())}
     return pyarrow.schema(
         [(one.name, kinds.get(str(one.type), pyarrow.float64())) for one in fields(HeadRecord)]
     )
@@ -254,60 +284,102 @@ def _parquet_schema(pyarrow: Any) -> Any:
 COLLAPSED_TOKENS = 2.0
 """Attention that rests on fewer tokens than this, exp(mean entropy), counts as collapsed."""
 UNIFORM_SHARE = 0.99
-"""Entropy that cannot be less than this share of ln T counts as uniform."""
+"""Entropy of at least this share of ln T counts as uniform."""
+STANDS_OUT = 5.0
+"""Robust deviations from the median head at which a head is named."""
+_FEWEST = 8
+"""Heads of a kind that are compared with each other."""
 
 RULES: dict[Verdict, str] = {
-    "entropy-collapse risk": (
-        f"exp(mean entropy) < {COLLAPSED_TOKENS:g}: the attention rests on fewer than "
-        f"{COLLAPSED_TOKENS:g} tokens"
+    "collapsed": (
+        f"measured exp(mean entropy) < {COLLAPSED_TOKENS:g}: on the text the attention of the last "
+        f"tokens rests on fewer than {COLLAPSED_TOKENS:g} tokens"
     ),
-    "vanishing signal": (
-        f"largest ρ < {VANISHING:g}: whatever the position, the token's gate is nearly always "
-        "shut, and W_QK learns little from it (Lemma 2.4)"
-    ),
-    "rank-collapse risk": (
-        f"least possible entropy (Eq. 9, corrected) >= {UNIFORM_SHARE:g} ln T: no arrangement of "
-        "logits of this size leaves uniform attention, so the head averages its tokens"
+    "uniform": (
+        f"measured mean entropy >= {UNIFORM_SHARE:g} ln T: on the text the head averages its tokens"
     ),
     "not judged": (
-        "queries and keys are normalized before their product: the size of W_QK does not set the "
-        "size of the logits"
+        "no text was read, or the form is not known to be the model's: its logits differ from the "
+        f"model's own by more than {LARGEST_GAP:g} standard deviations, or were not compared"
     ),
-    "healthy": "none of the other rules fires",
+    "healthy": "measured, by a form whose logits are the model's; none of the other rules fires",
 }
 
 
 def judge(
     *,
-    entropy: float,
-    entropy_bound: float,
-    peak: float,
+    entropy: float | None,
     tokens: int,
-    qk_norm: bool = False,
+    logit_gap: float | None = None,
+    status: Status = "verified",
 ) -> tuple[Verdict, str]:
-    """The verdict on one head and the number behind it.
+    """The verdict on one head by its measured entropy, and the number behind it.
 
-    >>> judge(entropy=0.2, entropy_bound=0.0, peak=0.9, tokens=64)[0]
-    'entropy-collapse risk'
-    >>> judge(entropy=4.158, entropy_bound=4.157, peak=1.0, tokens=64)[0]
-    'rank-collapse risk'
+    >>> judge(entropy=0.2, tokens=64)[0], judge(entropy=4.15, tokens=64)[0]
+    ('collapsed', 'uniform')
+    >>> judge(entropy=None, tokens=64)
+    ('not judged', 'no text was read')
     """
+    if entropy is None:
+        return "not judged", "no text was read"
+    if logit_gap is not None and not logit_gap <= LARGEST_GAP:
+        return "not judged", (
+            f"the form's logits differ from the model's own by {logit_gap:.2g} standard "
+            "deviations: it leaves something out"
+        )
+    if logit_gap is None and status != "verified":
+        return "not judged", f"the form is {status}, and was not held against the model's logits"
     most, rests_on = math.log(tokens), math.exp(entropy)
-    if qk_norm:
-        return "not judged", RULES["not judged"]
+    measured = f"measured entropy is {entropy:.3g} of at most {most:.3g} nats"
     if rests_on < COLLAPSED_TOKENS:
-        return "entropy-collapse risk", (
-            f"attention rests on {rests_on:.3g} of {tokens} tokens (mean entropy {entropy:.3g} "
-            f"nats), fewer than {COLLAPSED_TOKENS:g}"
-        )
-    if peak < VANISHING:
-        return "vanishing signal", f"largest ρ is {peak:.3g}, below {VANISHING:g}"
-    if entropy_bound >= UNIFORM_SHARE * most:
-        return "rank-collapse risk", (
-            f"entropy is at least {entropy_bound:.4g} of {most:.4g} nats, "
-            f"{entropy_bound / most:.1%}: the head averages all tokens"
-        )
-    return "healthy", (
-        f"no rule fires: attention rests on {rests_on:.3g} of {tokens} tokens, entropy is at "
-        f"least {entropy_bound:.3g} nats, largest ρ is {peak:.3g}"
-    )
+        return "collapsed", f"{measured}: attention rests on {rests_on:.3g} of {tokens} tokens"
+    if entropy >= UNIFORM_SHARE * most:
+        return "uniform", f"{measured}: the head averages all tokens"
+    return "healthy", f"{measured}: attention rests on {rests_on:.3g} of {tokens} tokens"
+
+
+def stands_out(row: HeadRecord) -> bool:
+    """Whether a head is far from the model's other heads of its kind."""
+    return row.deviation is not None and abs(row.deviation) >= STANDS_OUT
+
+
+_COMPARED: dict[str, Callable[[float], float]] = {
+    "r": float,
+    "eta": math.log,
+    "entropy": float,
+    "stable_rank": math.log,
+}
+
+
+def compared(rows: Sequence[HeadRecord]) -> list[HeadRecord]:
+    """The rows, each with its largest distance from the median head of its part and kind.
+
+    In robust deviations: 1.4826 times the median distance from the median; η and the stable rank by
+    their logarithms.
+    """
+    found: dict[tuple[str, int], tuple[float, str]] = {}
+    for kind in {(row.part, row.kind) for row in rows}:
+        group = [row for row in rows if (row.part, row.kind) == kind]
+        for column, scale in _COMPARED.items():
+            values = [(row, getattr(row, column)) for row in group]
+            some = [
+                (row, scale(value)) for row, value in values if value is not None and value != 0
+            ]
+            middle = median(value for _, value in some) if len(some) >= _FEWEST else 0.0
+            width = 1.4826 * median(abs(value - middle) for _, value in some) if some else 0.0
+            if len(some) < _FEWEST or not width > 1e-9 * max(1.0, abs(middle)):
+                continue
+            for row, value in some:
+                place, far = (row.name, row.head), (value - middle) / width
+                if abs(far) > abs(found.get(place, (0.0, ""))[0]):
+                    found[place] = (far, column)
+    return [_with_deviation(row, *found.get((row.name, row.head), (None, ""))) for row in rows]
+
+
+def _with_deviation(row: HeadRecord, far: float | None, column: str) -> HeadRecord:
+    """The row with this, said in the reason where nothing was measured."""
+    reason = row.reason
+    if far is not None and row.measured_entropy is None:
+        side = "above" if far > 0 else "below"
+        reason += f"; {column} is {abs(far):.1f} robust deviations {side} that of the median head"
+    return replace(row, deviation=far, deviates_in=column, reason=reason)

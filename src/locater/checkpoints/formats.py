@@ -599,6 +599,11 @@ _MODEL_TYPES = {
     "starcoder": "gpt_bigcode", "t5encoder": "t5",
 }  # fmt: skip
 """What transformers calls an architecture, where llama.cpp has another name."""
+GGUF_TESTED = (
+    "bloom", "gemma2", "gemma3_text", "gpt_oss", "llama", "qwen2", "qwen3", "smollm3", "stablelm",
+    "starcoder2", "t5",
+)  # fmt: skip
+"""Model types whose files were held against the models that they were converted from."""
 _CONSECUTIVE = (
     "arcee", "arctic", "baichuan", "bailingmoe", "chameleon", "chatglm", "cohere2", "command-r",
     "deci", "deepseek", "deepseek2", "ernie4_5", "ernie4_5-moe", "glm4", "granite",

@@ -13,7 +13,7 @@ from tyro.conf import Positional, Suppress
 
 from locater.audit.audit import AuditConfig, audit_checkpoint, audit_model
 from locater.audit.compare import Timeline
-from locater.audit.table import Audit
+from locater.audit.table import Audit, stands_out
 from locater.cli.terminal import check_figure, parse, plain, print_json, progress, say, show, values
 from locater.core.process import ProcessName, TokenProcess
 from locater.errors import ConfigError, LocaterError
@@ -58,20 +58,20 @@ class AuditCommand(CheckpointFlags):
     paths: Positional[tuple[str, ...]]
     """Folders, files, URLs or hub ids."""
     text: Path | None = None
-    """Run the model on this text (extra `hf`) and take its tokens' own means, kernel and
-    covariance in place of assumed ones; try --tokens 64."""
+    """Run the model on this text (extra `hf`): heads are judged by what they do on it, and every
+    form is held against the model's own logits; try --tokens 64."""
     blocks: int = 256
     """Blocks of the text to run on, evenly spread."""
     top: int = 20
-    """How many heads to list, worst first; 0 lists all."""
+    """How many heads to list, worst or farthest from the others first; 0 lists all."""
     csv: Path | None = None
     """Write every head's row here."""
     parquet: Path | None = None
     """Write every head's row here (pip install pyarrow)."""
     out: Path | None = None
     """Write the interactive page here (.html), or a map of the heads (.svg, .png, .pdf)."""
-    color: str = "verdict"
-    """The column that colors the map of the heads."""
+    color: str | None = None
+    """The column that colors the map of the heads; by default the one that tells most."""
     json: bool = False
     """Print everything as JSON."""
 
@@ -85,7 +85,8 @@ def run(arguments: Sequence[str]) -> None:
         check_figure(command.out)
         from locater.report.audit_view import check_column
 
-        check_column(command.color)
+        if command.color is not None:
+            check_column(command.color)
     if len(command.paths) > 1 and (command.csv or command.parquet):
         raise ConfigError(
             "--csv and --parquet hold one checkpoint.", hint="use --json for a timeline."
@@ -108,6 +109,12 @@ def run(arguments: Sequence[str]) -> None:
         print_json(audits[0].to_dict())
     else:
         _show(audits[0], command.top)
+    if len(audits) < len(command.paths):
+        raise LocaterError(
+            f"{len(command.paths) - len(audits)} of {len(command.paths)} checkpoints could not be "
+            "read and are left out.",
+            hint="see the lines above.",
+        )
 
 
 def in_order(paths: Sequence[str]) -> list[str]:
@@ -133,14 +140,12 @@ def _audited(command: AuditCommand, path: str, report: Callable[[int, int], None
             hint="merge the adapter and store the model with its config, or leave --text out.",
         )
     from locater.models.loading import load_model, read_text, text_blocks
-    from locater.reality.against_theory import measured_processes
 
     model, tokenizer = load_model(path, say=say)
     blocks = text_blocks(
         tokenizer, read_text(command.text), tokens=command.tokens, blocks=command.blocks
     )
-    processes = measured_processes(model, blocks, report=report)
-    return audit_model(model, name=path, **command.settings() | {"processes": processes})
+    return audit_model(model, name=path, blocks=blocks, report=report, **command.settings())
 
 
 def _write(command: AuditCommand, audits: Sequence[Audit]) -> None:
@@ -149,13 +154,14 @@ def _write(command: AuditCommand, audits: Sequence[Audit]) -> None:
     if command.parquet is not None:
         say(f"wrote {write_file(command.parquet, audits[0].to_parquet())}")
     if command.out is not None:
-        from locater.report.audit_view import audit_map_chart, audit_page
+        from locater.report.audit_view import audit_map_chart, audit_page, telling_column
         from locater.report.charts import save_chart
 
         if command.out.suffix == ".html":
             written = write_file(command.out, audit_page(audits))
         else:
-            written = save_chart(audit_map_chart(audits[-1], command.color), command.out)
+            color = command.color or telling_column(audits[-1:])
+            written = save_chart(audit_map_chart(audits[-1], color), command.out)
         say(f"wrote {written}")
 
 
@@ -170,30 +176,50 @@ def named(row: Any) -> str:
     return head_name(row.part, row.kind, row.layer, row.head)
 
 
-_HEADS: Columns = {
-    "head": named,
-    "verdict": lambda row: row.verdict.removesuffix(" risk"),
-    "looks": "regime",
-    "on": "tokens_on",
-    "r": "r:.3g",
-    "η": "eta:.3g",
-    "tr W, z": "trace_z:.1f",
-    "spread": "spread_ratio:.2f",
-    "‖W‖₂": "norm_ratio:.2f",
-    "entropy": "entropy:.2f",
-}
+def _deviation(row: Any) -> str | None:
+    """Where a head is farthest from the others."""
+    return None if row.deviation is None else f"{row.deviates_in} {row.deviation:+.1f}"
+
+
+def _columns(audit: Audit) -> Columns:
+    """What the table shows: verdicts where there are any, else what stands out."""
+    judged: Columns = {
+        "verdict": "verdict",
+        "measured": "measured_entropy:.2f",
+    }
+    forms: Columns = {} if len({row.status for row in audit.rows}) == 1 else {"form": "status"}
+    return {
+        "head": named,
+        **forms,
+        **(judged if audit.is_measured else {"stands out": _deviation}),
+        "entropy": "entropy:.2f",
+        "looks": "regime",
+        "on": "tokens_on",
+        "r": "r:.3g",
+        "η": "eta:.3g",
+        "tr W, z": "trace_z:.1f",
+        "spread": "spread_ratio:.2f",
+        "‖W‖₂": "norm_ratio:.2f",
+    }
 
 
 def _show(audit: Audit, top: int) -> None:
+    for sentence in audit.head:
+        show(plain(sentence))
     rows = audit.worst_first()
     shown = rows[: top or None]
-    show(terminal_table(shown, _HEADS, left=("head", "verdict", "looks"), is_compact=True))
+    left = ("head", "form", "verdict", "looks", "stands out")
+    show(terminal_table(shown, _columns(audit), left=left, is_compact=True))
     if len(shown) < len(rows):
         show(f"… and {len(rows) - len(shown)} more heads: --top 0, --json or --csv has them.")
-    for verdict in dict.fromkeys(row.verdict for row in rows):
-        worst = next(row for row in rows if row.verdict == verdict)
-        if verdict != "healthy":
-            show(f"{verdict}: {named(worst)}: {plain(worst.reason)}")
+    if audit.is_measured:
+        for verdict in dict.fromkeys(row.verdict for row in rows):
+            worst = next(row for row in rows if row.verdict == verdict)
+            if verdict != "healthy":
+                show(f"{verdict}: {named(worst)}: {plain(worst.reason)}")
+    else:
+        show("stands out: the column in which a head is farthest from the median head, in robust "
+             "deviations.")  # fmt: skip
     show(plain(audit.summary))
     say_limits(audit.caveats, audit.skipped)
 
@@ -211,6 +237,9 @@ def _show_timeline(line: Timeline, command: AuditCommand) -> None:
         print_json(line.to_dict())
         return
     tracks = line.trajectories()
+    measured = all(audit.is_measured for audit in line.audits)
+    for sentence in dict.fromkeys(sentence for audit in line.audits for sentence in audit.head):
+        show(plain(sentence))
 
     def moved(place: int) -> float | None:
         steps = [track["r"][place - 1 : place + 1] for track in tracks if place]
@@ -219,8 +248,9 @@ def _show_timeline(line: Timeline, command: AuditCommand) -> None:
     columns: Columns = {
         "checkpoint": lambda row: plain(Path(row.name).name or row.name),
         "heads": lambda row: len(row.rows),
-        "not healthy": lambda row: sum(
-            head.verdict not in ("healthy", "not judged") for head in row.rows
+        "not healthy" if measured else "stand out": lambda row: sum(
+            head.verdict in ("collapsed", "uniform") if measured else stands_out(head)
+            for head in row.rows
         ),
         "median |r|": lambda row: f"{median(abs(head.r) for head in row.rows):.3g}",
         "median η": lambda row: f"{median(head.eta for head in row.rows):.3g}",
@@ -250,5 +280,5 @@ _MOVERS: Columns = {
     "r": _ends("r"),
     "η": _ends("eta"),
     "entropy bound": _ends("entropy_bound"),
-    "verdict": lambda track: " → ".join(dict.fromkeys((track["verdict"][0], track["verdict"][-1]))),
+    "looks": lambda track: " → ".join(dict.fromkeys((track["regime"][0], track["regime"][-1]))),
 }

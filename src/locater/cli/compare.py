@@ -38,7 +38,7 @@ _HEADS: Columns = {
     "Δmean": _change("mean"),
     "Δvar": _change("variance"),
     "Δentropy": _change("entropy"),
-    "verdict": lambda row: " → ".join(dict.fromkeys((row.verdict_before, row.verdict_after))),
+    "looks": lambda row: " → ".join(dict.fromkeys((row.regime_before, row.regime_after))),
 }
 
 
@@ -57,8 +57,10 @@ def run(arguments: Sequence[str]) -> None:
     if command.json:
         print_json(comparison.to_dict())
         return
+    for sentence in dict.fromkeys((*comparison.before.head, *comparison.after.head)):
+        show(plain(sentence))
     shown = comparison.rows[: command.top or None]
-    table = terminal_table(shown, _HEADS, left=("head", "verdict"))
+    table = terminal_table(shown, _HEADS, left=("head", "looks"))
     table.pad_edge = False
     show(table)
     if len(shown) < len(comparison.rows):

@@ -26,10 +26,9 @@ from locater.core.theory import (
     linearized_softmax,
 )
 from locater.engines import one_thread
-from locater.errors import ConfigError, InputError, LocaterError
-from locater.models.live import LiveAttention, find_attention
-from locater.probe.rows import Logits
-from locater.probe.watch import Place, Recorder
+from locater.errors import ConfigError, LocaterError
+from locater.models.live import find_attention
+from locater.probe.samples import LARGEST_GAP, AttentionSamples, collect, logit_gap
 from locater.reality.theories import COLUMNS, Prediction, predictions
 
 
@@ -171,7 +170,7 @@ class Reality:
         for layer in self.layers:
             for caveat in layer.caveats:
                 told.setdefault(caveat, []).append(layer.name)
-            if layer.logit_gap > 0.05:
+            if layer.logit_gap > LARGEST_GAP:
                 words = "logits of the form differ from the model's own: it leaves something out"
                 told.setdefault(words, []).append(f"{layer.name} ({layer.logit_gap:.2f} s.d.)")
         return [
@@ -269,102 +268,6 @@ def _gap(first: Tensor, second: Tensor) -> float:
     return (first - second).abs().mean().item()
 
 
-@dataclass(eq=False)
-class AttentionSamples:
-    """One attention over all blocks; inputs are kept of the first blocks only."""
-
-    attention: LiveAttention
-    inputs: Float[Tensor, "kept tokens model"]
-    logits: Float[Tensor, "blocks heads keys"]
-    """Of the last query of every block, as the model computed them."""
-
-
-class _BlockRecorder(Recorder):
-    """The last query's logits of all blocks, and the inputs of the first `keep`.
-
-    Filled in place: thousands of pieces between a model's own tensors would tear memory up.
-    """
-
-    def __init__(
-        self, model: nn.Module, attentions: list[LiveAttention], blocks: int, keep: int
-    ) -> None:
-        super().__init__(model, attentions)
-        self.blocks, self.keep = blocks, keep
-        self.done = 0
-        """The block that the pass begins at."""
-        self.logits: dict[str, Tensor] = {}
-        self.inputs: dict[str, Tensor] = {}
-        self._ran: set[tuple[str, int]] = set()
-
-    def attention_called(self, place: Place, logits: Logits) -> Tensor | None:
-        """The last query's logits; none of an attention that was not asked for."""
-        if place.layout is None:
-            return None
-        last = torch.tensor([logits.shape[2] - 1], device=logits.device)
-        rows, visible = logits.rows(slice(None), last)
-        if visible is not None and not bool(visible.expand(rows.shape).all()):
-            raise InputError(
-                f"the last query of {place.name} does not see every key.",
-                hint="a sliding window or padding hides some: use fewer tokens, or measure alone, "
-                "with `locater probe` or Probe(model).",
-            )
-        return rows[:, :, 0].cpu()
-
-    def attention_ends(self, place: Place, tokens: Tensor, answers: list[Any]) -> None:
-        """Store one batch of one attention."""
-        if place.layout is None:
-            return
-        name, done, rows = place.name, self.done, torch.cat(answers)
-        if name not in self.logits:
-            self.logits[name] = torch.empty(self.blocks, *rows.shape[1:], dtype=rows.dtype)
-            self.inputs[name] = torch.empty(self.keep, *tokens.shape[1:])
-        logits, inputs = self.logits[name], self.inputs[name]
-        if rows.shape[1:] != logits.shape[1:] or len(rows) != len(tokens):
-            raise InputError(
-                f"logits of {tuple(rows.shape)} follow logits of {tuple(logits.shape)}.",
-                hint="every block must run through each attention once, with all its tokens.",
-            )
-        if (name, done) in self._ran:
-            raise InputError(
-                "an attention runs several times in a pass (layers that share their weights).",
-                hint="theory is held against each layer's own tokens; use Probe to measure.",
-            )
-        self._ran.add((name, done))
-        logits[done : done + len(rows)] = rows
-        inputs[done : done + len(tokens)] = tokens[: max(self.keep - done, 0)].float().cpu()
-
-
-def collect(
-    model: nn.Module,
-    attentions: list[LiveAttention],
-    blocks: Tensor,
-    *,
-    keep: int,
-    batch: int = 16,
-    report: Callable[[int, int], None] = lambda done, total: None,
-) -> list[AttentionSamples]:
-    """Run the model on blocks (blocks × tokens, or tokens' vectors) and record its attentions.
-
-    Inputs of the first `keep` blocks are held, `keep · tokens · model` floats per attention; of all
-    blocks the logits are.  Model outputs are not used: give the part without a head.
-    """
-    recorder = _BlockRecorder(model, attentions, len(blocks), keep)
-    for done in recorder.run(blocks, batch=batch):
-        recorder.done = done
-        report(done, len(blocks))
-    for place in recorder.places.values():
-        if place.name not in recorder.logits:
-            raise LocaterError(
-                f"{place.name} did nothing that could be seen.",
-                hint="of transformers load attn_implementation='sdpa' or 'eager'.",
-            )
-    return [
-        AttentionSamples(one, recorder.inputs[name], recorder.logits[name])
-        for one in attentions
-        if (name := one.layout.name) in recorder.logits
-    ]
-
-
 @dataclass(frozen=True, kw_only=True)
 class RealityConfig:
     """How to hold the theory against a model."""
@@ -448,6 +351,18 @@ def against_theory(
         batch=config.batch,
         report=lambda done, total: report("model", done, total),
     )
+    for sample in samples:
+        if not sample.sees_all:
+            skipped[sample.attention.layout.name] = (
+                "its last query does not see every key: use fewer tokens than its window"
+            )
+    samples = [one for one in samples if one.attention.layout.name not in skipped]
+    if not samples:
+        raise LocaterError(
+            f"no last query of {blocks.shape[1]} tokens sees every key.",
+            hint="a sliding window or padding hides some: use fewer tokens, or measure alone, "
+            "with `locater probe` or Probe(model).",
+        )
     layers = []
     with one_thread():
         for place in range(len(samples)):
@@ -477,44 +392,11 @@ def layer_against_theory(samples: AttentionSamples, config: RealityConfig) -> La
         measured=measure(held_out, f"{layout.name}, measured"),
         in_sample=measure(own, f"{layout.name}, where estimated"),
         predictions=dict(made),
-        logit_gap=_logit_gap(heads.logits(), own),
+        logit_gap=logit_gap(heads.logits(), own),
         diagnosis=diagnose(form, process),
         features=_features(heads, inputs, generator),
         caveats=layout.caveats,
     )
-
-
-def measured_processes(
-    model: nn.Module,
-    blocks: Tensor,
-    *,
-    memory: int = 1 << 30,
-    report: Callable[[int, int], None] = lambda done, total: None,
-) -> dict[str, TokenProcess]:
-    """The tokens that enter every self-attention of a model, by its name: means, K and Σ.
-
-    Layers whose inputs together fit into `memory` bytes are taken in one pass of the model.
-    """
-    found = [
-        one for one in find_attention(model) if one.layout.kind == "self" and one.module is not None
-    ]
-    if not found or len(blocks) < 8:
-        raise LocaterError(
-            f"{len(found)} self-attentions and {len(blocks)} blocks of text give no token process.",
-            hint="give a model with self-attention and a longer text, or fewer --tokens.",
-        )
-    size = 4 * len(blocks) * blocks.shape[1] * max(one.layout.model for one in found)
-    some = max(1, memory // size)
-    processes: dict[str, TokenProcess] = {}
-    for start in range(0, len(found), some):
-        samples = collect(model, found[start : start + some], blocks, keep=len(blocks), batch=8)
-        with one_thread():
-            for one in samples:
-                processes[one.attention.layout.name] = TokenProcess.from_samples(
-                    one.inputs, fit="traces"
-                )
-                report(len(processes), len(found))
-    return processes
 
 
 def measure(logits: Float[Tensor, "blocks heads tokens"], label: str = "") -> Measured:
@@ -540,14 +422,6 @@ def measure(logits: Float[Tensor, "blocks heads tokens"], label: str = "") -> Me
         entropy_bound=entropy_lower_bound(norm, tokens).mean(0),
         gaussian_rho=normal_between(score.mean(0), score.var(0)),
     )
-
-
-def _logit_gap(
-    ours: Float[Tensor, "blocks heads tokens"], own: Float[Tensor, "blocks heads tokens"]
-) -> float:
-    """Largest difference between the form's logits and the model's, relative to their spread."""
-    first, second = (part - part.mean(-1, keepdim=True) for part in (ours, own))
-    return ((first - second).abs().amax() / second.std().clamp_min(1e-12)).item()
 
 
 def _features(

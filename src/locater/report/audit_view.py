@@ -20,6 +20,9 @@ Record = dict[str, Any]
 NUMBERS = {
     "effective_tokens": "tokens that attention rests on, exp(entropy)",
     "entropy": "predicted attention entropy (nats)",
+    "measured_entropy": "measured attention entropy (nats)",
+    "deviation": "robust deviations from the median head",
+    "logit_gap": "logits of the form against the model's, in deviations",
     "entropy_bound": "least entropy (nats)",
     "peak": "largest ρ",
     "tokens_on": "tokens on",
@@ -44,14 +47,16 @@ NUMBERS = {
     "dispersion": "dispersion",
     "temperature": "λ",
 }
-WORDS = {"verdict": "verdict", "regime": "regime"}
+WORDS = {"verdict": "verdict", "regime": "regime", "status": "form"}
 COLORS = {  # Okabe and Ito's; the sign of each is its first letter
-    "entropy-collapse risk": "#D55E00",
-    "vanishing signal": "#E69F00",
-    "rank-collapse risk": "#0072B2",
+    "collapsed": "#D55E00",
+    "uniform": "#56B4E9",
     "not judged": "#999999",
     "healthy": "#009E73",
-    "uniform": "#56B4E9",
+    "verified": "#009E73",
+    "partly": "#56B4E9",
+    "known gap": "#D55E00",
+    "unverified": "#999999",
     "late": "#0072B2",
     "middle": "#009E73",
     "early": "#CC79A7",
@@ -75,7 +80,9 @@ def row_labels(rows: Sequence[HeadRecord]) -> dict[str, str]:
 def telling_column(audits: Sequence[Audit]) -> str:
     """What a map shows first: verdicts, or, where all are alike, how many tokens get attention."""
     words = {row.verdict for audit in audits for row in audit.rows}
-    return "verdict" if len(audits) == 1 and len(words) > 1 else "effective_tokens"
+    if len(audits) == 1 and len(words) > 1:
+        return "verdict"
+    return "measured_entropy" if all(audit.is_measured for audit in audits) else "effective_tokens"
 
 
 def check_column(column: str) -> None:
@@ -86,7 +93,7 @@ def check_column(column: str) -> None:
         )
 
 
-def audit_map_chart(audit: Audit, column: str = "verdict") -> alt.Chart:
+def audit_map_chart(audit: Audit, column: str = "effective_tokens") -> alt.Chart:
     """Layers × heads, colored by a column."""
     check_column(column)
     labels = row_labels(audit.rows)
@@ -295,11 +302,12 @@ def _head_sections(audits: Sequence[Audit]) -> list[Section]:
         Section(key="head", title="One head", before=rendered("audit.html", "detail", specs)),
         Section(
             key="table",
-            title="Heads, most changed first" if several else "Heads, worst first",
+            title="Heads, most changed first" if several else "Heads of most concern",
             before=rendered("audit.html", "ranking"),
             text="The twenty heads that changed most in the chosen column, first against last."
             if several
-            else "The twenty heads of most concern; the maps have all of them.",
+            else "The twenty heads with the worst verdicts, or without any the farthest from the "
+            "others; the maps have all of them.",
         ),
     ]
 

@@ -257,6 +257,7 @@
   // ---- ranking
   function rank() {
     const audit = audits[audits.length - 1], column = chosen("column");
+    const shown = ["deviation", "effective_tokens", "r"];
     const listed = audit.row.map((_, k) => k);
     const before = k => several ? audits[0].find.get(keyOf(audit, k)) : undefined;
     const change = k => {
@@ -268,10 +269,10 @@
       .map(k => [-change(k), k]) : listed.map(k => [audit.concern[k], k]);
     order.sort((a, b) => a[0] - b[0] || a[1] - b[1]);
     const heads = several ? ["head", `${title(column)}, first`, "last", "change"]
-      : ["head", "verdict", "regime", title("effective_tokens"), title("peak"), title("r")];
+      : ["head", "verdict", "form", "regime", ...shown.map(title)];
     const cells = k => {
       if (!several) {
-        return ["verdict", "regime", "effective_tokens", "peak", "r"].map(x => value(audit, k, x));
+        return ["verdict", "status", "regime", ...shown].map(x => value(audit, k, x));
       }
       const [from, to] = [value(audits[0], before(k), column), value(audit, k, column)];
       const both = typeof from === "number" && typeof to === "number";

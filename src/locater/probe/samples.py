@@ -1,0 +1,133 @@
+"""What attentions of a running model read and answer, block after block of a text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from locater.errors import InputError, LocaterError
+from locater.models.live import LiveAttention
+from locater.probe.rows import Logits
+from locater.probe.watch import Place, Recorder
+
+LARGEST_GAP = 0.05
+"""Standard deviations by which a form's logits may differ from the model's own."""
+
+
+@dataclass(eq=False)
+class AttentionSamples:
+    """One attention over all blocks; inputs are kept of the first blocks only."""
+
+    attention: LiveAttention
+    inputs: Float[Tensor, "kept tokens model"]
+    logits: Float[Tensor, "blocks heads keys"]
+    """Of the last query of every block, as the model computed them; −∞ for keys it does not see."""
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether the last queries see every key: no window, no padding."""
+        return bool((self.logits > -torch.inf).all())
+
+
+class _BlockRecorder(Recorder):
+    """The last query's logits of all blocks, and the inputs of the first `keep`.
+
+    Filled in place: thousands of pieces between a model's own tensors would tear memory up.
+    """
+
+    def __init__(
+        self, model: nn.Module, attentions: list[LiveAttention], blocks: int, keep: int
+    ) -> None:
+        super().__init__(model, attentions)
+        self.blocks, self.keep = blocks, keep
+        self.done = 0
+        """The block that the pass begins at."""
+        self.logits: dict[str, Tensor] = {}
+        self.inputs: dict[str, Tensor] = {}
+        self._ran: set[tuple[str, int]] = set()
+
+    def attention_called(self, place: Place, logits: Logits) -> Tensor | None:
+        """The last query's logits; none of an attention that was not asked for."""
+        if place.layout is None:
+            return None
+        last = torch.tensor([logits.shape[2] - 1], device=logits.device)
+        rows, visible = logits.rows(slice(None), last)
+        if visible is not None:
+            rows = rows.masked_fill(~visible.expand(rows.shape), -torch.inf)
+        return rows[:, :, 0].cpu()
+
+    def attention_ends(self, place: Place, tokens: Tensor, answers: list[Any]) -> None:
+        """Store one batch of one attention."""
+        if place.layout is None:
+            return
+        name, done, rows = place.name, self.done, torch.cat(answers)
+        if name not in self.logits:
+            self.logits[name] = torch.empty(self.blocks, *rows.shape[1:], dtype=rows.dtype)
+            self.inputs[name] = torch.empty(self.keep, *tokens.shape[1:])
+        logits, inputs = self.logits[name], self.inputs[name]
+        if rows.shape[1:] != logits.shape[1:] or len(rows) != len(tokens):
+            raise InputError(
+                f"logits of {tuple(rows.shape)} follow logits of {tuple(logits.shape)}.",
+                hint="every block must run through each attention once, with all its tokens.",
+            )
+        if (name, done) in self._ran:
+            raise InputError(
+                "an attention runs several times in a pass (layers that share their weights).",
+                hint="theory is held against each layer's own tokens; use Probe to measure.",
+            )
+        self._ran.add((name, done))
+        logits[done : done + len(rows)] = rows
+        inputs[done : done + len(tokens)] = tokens[: max(self.keep - done, 0)].float().cpu()
+
+
+def collect(
+    model: nn.Module,
+    attentions: list[LiveAttention],
+    blocks: Tensor,
+    *,
+    keep: int,
+    batch: int = 16,
+    report: Callable[[int, int], None] = lambda done, total: None,
+) -> list[AttentionSamples]:
+    """Run the model on blocks (blocks × tokens, or tokens' vectors) and record its attentions.
+
+    Inputs of the first `keep` blocks are held, `keep · tokens · model` floats per attention; of all
+    blocks the logits are.  Model outputs are not used: give the part without a head.
+    """
+    recorder = _BlockRecorder(model, attentions, len(blocks), keep)
+    for done in recorder.run(blocks, batch=batch):
+        recorder.done = done
+        report(done, len(blocks))
+    for place in recorder.places.values():
+        if place.name not in recorder.logits:
+            raise LocaterError(
+                f"{place.name} did nothing that could be seen.",
+                hint="of transformers load attn_implementation='sdpa' or 'eager'.",
+            )
+    return [
+        AttentionSamples(one, recorder.inputs[name], recorder.logits[name])
+        for one in attentions
+        if (name := one.layout.name) in recorder.logits
+    ]
+
+
+def logit_gap(
+    ours: Float[Tensor, "blocks heads tokens"], own: Float[Tensor, "blocks heads tokens"]
+) -> float:
+    """Largest difference between a form's logits and the model's, relative to their spread.
+
+    Up to what a row has in common, which the softmax does not see; over the keys that are seen.
+    """
+    seen = own > -torch.inf
+    count = seen.sum(-1, keepdim=True).clamp_min(1)
+    first, second = (
+        ((part := side.masked_fill(~seen, 0)) - part.sum(-1, keepdim=True) / count) * seen
+        for side in (ours, own)
+    )
+    spread = (second.square().sum() / seen.sum().clamp_min(1)).sqrt()
+    return ((first - second).abs().amax() / spread.clamp_min(1e-12)).item()
