@@ -95,6 +95,15 @@ def test_rows_are_the_statistics_of_the_dense_matrix(name: str) -> None:
         if gains is not None:
             gain = gains.gain(layers.tensors(layout))
             raw = gain[:, None] * raw * gain
+            if layout.qk_norm:  # which undoes whatever length the gains give to queries and keys
+                for side in (layout.query, layout.key):
+                    weight = side.heads(layers.tensors(layout)[side.weight], layout.head_dim)
+                    least = layout.head_dim * side.norm.eps
+                    sizes = [
+                        part.square().sum((-2, -1)) + least for part in (weight, weight * gain)
+                    ]
+                    ratio = (sizes[0] / sizes[1]).sqrt()
+                    raw = raw * ratio.repeat_interleave(len(raw) // len(ratio))[:, None, None]
         torch.testing.assert_close(form.matrix(), raw)
         for dense in raw.detach():
             row = next(rows)
@@ -413,6 +422,14 @@ def test_heads_are_judged_by_what_they_do(scale: float, verdict: str) -> None:
     unread = audit_model(model, tokens=12)
     assert {row.verdict for row in unread.rows} == {"not judged"}
     assert "no text was read" in unread.head[1]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_oss", "mistral", "gpt2"])
+def test_norms_sinks_and_windows_are_held_against_the_model(name: str) -> None:
+    blocks = torch.randint(8, (16, 8), generator=torch.Generator().manual_seed(0))
+    audit = audit_model(built(name).eval(), blocks=blocks)
+    assert all(row.logit_gap is not None and row.logit_gap < 1e-4 for row in audit.rows)
+    assert "not judged" not in {row.verdict for row in audit.rows}
 
 
 def test_a_form_that_is_not_the_model_s_is_not_judged() -> None:

@@ -19,7 +19,7 @@ from locater.audit.table import LIST_COLUMNS, Audit, HeadRecord, Status, compare
 from locater.checkpoints.formats import GGUF_TESTED
 from locater.checkpoints.open import Checkpoint, open_checkpoint
 from locater.checkpoints.source import Say, silent
-from locater.core.form import QKForm, Spectrum
+from locater.core.form import HeadNorm, QKForm, Spectrum
 from locater.core.process import ProcessName, TokenProcess
 from locater.core.score import HeadMoments, LogitDraws, SampledHeads
 from locater.core.theory import REGIMES, Profile, attention_entropy, regime_of
@@ -264,7 +264,12 @@ class Layers:
             bias = own if bias is None else bias.detach().double() + own
         if gain is not None:
             query, key = query.mul_(gain), key.mul_(gain)
-        return replace(form, query=query, key=key, query_bias=bias)
+        normed: dict[str, Any] = {
+            name: _after(norm, gain, shift)
+            for name in ("query_norm", "key_norm")
+            if (norm := getattr(form, name)) is not None
+        }
+        return replace(form, query=query, key=key, query_bias=bias, **normed).under()
 
     def gain(
         self, layout: AttentionLayout, tensors: Tensors
@@ -298,6 +303,15 @@ class Layers:
             name: value.float() if value.is_floating_point() and value.element_size() < 2 else value
             for name, value in tensors.items()
         }
+
+
+def _after(norm: HeadNorm, gain: Tensor | None, shift: Tensor | None) -> HeadNorm:
+    """A norm of queries or keys, behind what the norm before the attention does to its tokens."""
+    rows, bias = norm.rows.detach().double(), norm.bias
+    if shift is not None:
+        moved = rows @ shift
+        bias = moved if bias is None else bias.double() + moved
+    return replace(norm, rows=rows if gain is None else rows * gain, bias=bias)
 
 
 def _model_types(config: Mapping[str, Any]) -> Iterator[str]:

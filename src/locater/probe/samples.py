@@ -117,12 +117,14 @@ def collect(
 
 
 def logit_gap(
-    ours: Float[Tensor, "blocks heads tokens"], own: Float[Tensor, "blocks heads tokens"]
+    ours: Float[Tensor, "blocks heads tokens"], own: Float[Tensor, "blocks heads keys"]
 ) -> float:
     """Largest difference between a form's logits and the model's, relative to their spread.
 
-    Up to what a row has in common, which the softmax does not see; over the keys that are seen.
+    Up to what a row has in common, which the softmax does not see; over the keys that are seen.  A
+    learned sink stands behind them.
     """
+    own = own[..., : ours.shape[-1]]
     seen = own > -torch.inf
     count = seen.sum(-1, keepdim=True).clamp_min(1)
     first, second = (
