@@ -27,6 +27,7 @@ from tests.coverage.compare import (
     controls,
     mask_kind,
     pairings,
+    turned_fit,
     visible,
 )
 from tests.coverage.diagnose import causes, described, is_normed
@@ -255,10 +256,11 @@ class Check:
         if worst.lined is not None:
             site.mask = mask_kind(worst.lined.theirs)
         if site.status == "right" and worst.lined is not None:
-            found = controls(told, report.told, worst.lined)
-            site.blind = [name for name, value in found.items() if not value > TEETH]
+            if not told.turns_otherwise:
+                found = controls(told, report.told, worst.lined)
+                site.blind = [name for name, value in found.items() if not value > TEETH]
         elif site.status != "right":
-            if told.qk_norm or is_normed(pairing):
+            if site.status == "wrong" and (told.qk_norm or is_normed(pairing)):
                 self.normed.append((told, site))
             site.why = causes(told, pairing, worst.every, self.shared_weight(told)) or [
                 worst.reason or "not explained"
@@ -279,6 +281,8 @@ class Check:
         done: Counter[int] = Counter()
         for pairing in pairings(self.driven.attentions, query, key):
             fit = best_fit(told, pairing, done[id(pairing.query)])
+            if told.turns_otherwise and not fit.gap < RIGHT:
+                fit = turned_fit(told, pairing, done[id(pairing.query)]) or fit
             done[id(pairing.query)] += pairing.attention.logits.shape[-2]
             yield pairing, fit
 
@@ -451,7 +455,7 @@ class Check:
         for drive in self.driven.drives:
             try:
                 part = model.get_submodule(drive.name) if drive.name else model
-                probe = doors.Probe(part, queries="all")
+                probe = doors.Probe(part, queries="all", profiles="all")
                 with torch.no_grad(), probe:
                     drive.run(model)
                 records = probe.records
@@ -486,6 +490,8 @@ class Check:
             own = [one for one in runs if f"{one.attention.module}.".startswith(f"{told.name}.")]
             for pairing in own or runs:  # a probe tells modules apart that share their weights
                 fit = best_fit(told, pairing)
+                if told.turns_otherwise and not fit.gap < RIGHT:
+                    fit = turned_fit(told, pairing) or fit
                 if fit.lined is not None:
                     found.setdefault(told.name, []).append(fit.lined)
         return found
@@ -617,8 +623,9 @@ def _distance(records: list[Any], events: list[LinedUp], hidden: float) -> float
     attention: list[Tensor] = []
     sees: list[Tensor] = []
     for event in events:
-        seen = visible(event.theirs, hidden)
-        weights = event.theirs.masked_fill(~seen, -math.inf).softmax(-1).nan_to_num(0)
+        logits = event.theirs if event.whole is None else event.whole  # a sink counts as a key
+        seen = visible(logits, hidden)
+        weights = logits.masked_fill(~seen, -math.inf).softmax(-1).nan_to_num(0)
         entropy = -torch.special.xlogy(weights, weights).sum(-1)
         counts = seen.any(-1)
         entropies.append((entropy * counts).transpose(0, 1).flatten(1))

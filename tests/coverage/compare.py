@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from tests.coverage.doors import QKForm, Told, form_changed, logits_of
@@ -126,6 +127,8 @@ class LinedUp:
     """(batch, heads, queries, keys)"""
     extra: int
     """Columns of the softmax that are no keys of this projection: a sink."""
+    whole: Tensor | None = None
+    """The logits with those columns."""
 
 
 def lined_up(told: Told, pairing: Pairing, start: int = 0) -> Iterator[LinedUp]:
@@ -141,9 +144,11 @@ def lined_up(told: Told, pairing: Pairing, start: int = 0) -> Iterator[LinedUp]:
                 if not 1 < many <= keys:
                     continue
                 for theirs in _batches(answers, batch, many, start):
-                    yield LinedUp(mine, theirs, view[..., :many], keys - many)
-                    if many < keys:
-                        yield LinedUp(mine, theirs, view[..., keys - many :], keys - many)
+                    more = keys - many
+                    whole = view if more else None
+                    yield LinedUp(mine, theirs, view[..., :many], more, whole)
+                    if more:
+                        yield LinedUp(mine, theirs, view[..., more:], more, whole)
 
 
 def visible(theirs: Tensor, hidden: float = SEEN) -> Tensor:
@@ -227,6 +232,75 @@ def gap_of(told: Told, form: QKForm, lined: LinedUp) -> float:
     """The gap of some form on inputs and logits that fit together."""
     ours = logits_of(told, form, lined.asks, lined.answers)
     return gap(ours, lined.theirs, counted(form, lined.theirs))
+
+
+def turned_fit(told: Told, pairing: Pairing, start: int = 0) -> Fit | None:
+    """The fit where queries and keys turn by the angles that the model itself used.
+
+    It turned both by constants c and s with c² + s² = 1; tokens before them do not turn.
+    """
+    sides = [side for score in pairing.attention.scores for side in (score.left, score.right)]
+    constants = [turn.values for side in sides for turn in side.turns]
+    for lined in lined_up(told, pairing, start):
+        for cosine, sine in _angles(constants):
+            for layout in ("half", "interleaved", "half of each half"):
+                turning = partial(_turned, cosine=cosine, sine=sine, layout=layout, start=start)
+                try:
+                    ours = logits_of(told, told.form, lined.asks, lined.answers, turning)
+                except (RuntimeError, IndexError):  # these do not belong to these tokens
+                    continue
+                value = gap(ours, lined.theirs, counted(told.form, lined.theirs))
+                if value < FITS:
+                    return Fit(value, lined)
+    return None
+
+
+def _angles(constants: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Cosines and sines among constants, in either order; or the parts of a complex one."""
+    for first in constants:
+        if first.is_complex():
+            yield first.real.double(), first.imag.double()
+            continue
+        for second in constants:
+            if second is not first and second.shape == first.shape and not second.is_complex():
+                size = first.double().square() + second.double().square()
+                if bool((size - size.flatten()[0]).abs().max() < 1e-4):
+                    yield first.double(), second.double()
+
+
+def _turned(vectors: Tensor, cosine: Tensor, sine: Tensor, layout: str, start: int) -> Tensor:
+    """(batch, heads, tokens, head) turned by (…, tokens, head or half of it)."""
+    tokens, head = vectors.shape[-2:]
+    parts = []
+    for values, fill in ((cosine, 1.0), (sine, 0.0)):
+        values = _by_token(values, tokens, start)
+        if values.shape[-1] * 2 <= head and layout != "interleaved":
+            values = torch.cat((values, values), -1)
+        elif values.shape[-1] * 2 <= head:
+            values = values.repeat_interleave(2, -1)
+        before, after = tokens - values.shape[-2], head - values.shape[-1]
+        parts.append(torch.nn.functional.pad(values, (0, after, before, 0), value=fill))
+    size = head - after
+    turned, rest = vectors[..., :size], vectors[..., size:]
+    if layout == "half":
+        first, second = turned.chunk(2, -1)
+        other = torch.cat((-second, first), -1)
+    elif layout == "half of each half":
+        one, two, three, four = turned.chunk(4, -1)
+        other = torch.cat((-two, one, -four, three), -1)
+    else:
+        other = torch.stack((-turned[..., 1::2], turned[..., 0::2]), -1).flatten(-2)
+    return torch.cat((turned * parts[0][..., :size] + other * parts[1][..., :size], rest), -1)
+
+
+def _by_token(values: Tensor, tokens: int, start: int) -> Tensor:
+    """As (batch or 1, 1, tokens, dimensions), whichever axis holds the heads."""
+    values = values.reshape(*[one for one in values.shape if one != 1])
+    if values.ndim == 3:
+        return values[:, None] if values.shape[1] == tokens else values.transpose(0, 1)[:, None]
+    if values.shape[0] > tokens:
+        values = values[start : start + tokens]
+    return values[None, None]
 
 
 def _no_way(pairing: Pairing) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,11 @@ class Told:
     def clip(self) -> float | None:
         """Where a caveat says that queries and keys are clipped."""
         return _said(r"queries and keys are clipped at ±(\S+)", self.caveats)
+
+    @property
+    def turns_otherwise(self) -> bool:
+        """A caveat says that positions are not those of a text."""
+        return any(re.search("turn with|turn by three", caveat) for caveat in self.caveats)
 
     @property
     def says_window(self) -> bool:
@@ -184,10 +189,16 @@ def _normalized(norm: HeadNorm | None, vectors: Tensor, tokens: Tensor) -> Tenso
     return torch.stack([norm.apply(*one) for one in zip(vectors, sizes, strict=True)])
 
 
-def logits_of(told: Told, form: QKForm, asks: Tensor, answers: Tensor) -> Tensor:
+Turning = Callable[[Tensor], Tensor]
+
+
+def logits_of(
+    told: Told, form: QKForm, asks: Tensor, answers: Tensor, turning: Turning | None = None
+) -> Tensor:
     """The form's logits of (batch, queries, width) on (batch, keys, width), by its definition.
 
     (W_Q x_t + b_q)·(W_K x_s + b_k)/λ, turned by the positions, plus the bias by distance.
+    `turning` turns queries and keys in place of the form's rotation.
     """
     query = asks.double()[:, None] @ form.query.double().mT
     key = answers.double()[:, None] @ form.key.double().mT
@@ -202,7 +213,9 @@ def logits_of(told: Told, form: QKForm, asks: Tensor, answers: Tensor) -> Tensor
     )
     if told.clip is not None:
         query, key = query.clamp(-told.clip, told.clip), key.clamp(-told.clip, told.clip)
-    if form.rotary is not None:
+    if turning is not None:
+        query, key = turning(query), turning(key)
+    elif form.rotary is not None:
         turned = []
         for side in (query, key):
             turned.append(form.rotary.turn(side, form.rotary.phases(torch.arange(side.shape[-2]))))

@@ -71,6 +71,8 @@ def tiny_config(family: str) -> Any:
     config = chosen(**Shrinker(table).settings(chosen(**first), known.settings))
     for part in (config, *_parts(config)):
         part._experts_implementation = "eager"  # the others know no float64
+        if getattr(part, "use_cache", None):
+            part.use_cache = False
     return config
 
 

@@ -52,6 +52,8 @@ class Lineage:
     """What was done since."""
     is_active: bool = False
     """It depends on the model's input or on positions by a table; else it is weights alone."""
+    turns: frozenset[Turn] = frozenset()
+    """Constants that it was multiplied with, entry by entry: cosines and sines of angles."""
 
     @property
     def weights(self) -> frozenset[str]:
@@ -72,7 +74,15 @@ class Lineage:
             parameters=frozenset().union(*(one.parameters for one in every)),
             steps=frozenset({step}).union(*(one.steps for one in every)),
             is_active=any(one.is_active for one in every),
+            turns=frozenset().union(*(one.turns for one in every)),
         )
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """A constant that queries or keys were multiplied with."""
+
+    values: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,7 +205,19 @@ class Tracer(TorchDispatchMode):
             if not is_view or name == "view_as_complex":
                 step = () if name in _VIEWS else (name,)
                 joined = sources[0].and_then("", sources[1:])
+                if name in ("mul", "mul_") and joined.projections:
+                    joined = replace(joined, turns=joined.turns | self._turns(given))
                 self._note(one, replace(joined, steps=(joined.steps | set(step)) - {""}))
+
+    def _turns(self, given: list[Tensor]) -> frozenset[Turn]:
+        """Factors of a product that come from no weight and are no single number."""
+        found = []
+        for tensor in given:
+            lineage = self.lineage(tensor)
+            is_constant = lineage is None or not lineage.projections
+            if is_constant and tensor.ndim > 1 and tensor.shape[-1] > 1:
+                found.append(Turn(tensor.detach().clone()))
+        return frozenset(found)
 
     def _product(self, name: str, args: Any, made: list[Tensor]) -> None:
         places = _PRODUCTS[name]

@@ -99,6 +99,7 @@ class Projection:
         self, tensor: Float[Tensor, "_ _"], head_dim: int
     ) -> Float[Tensor, "heads head model"]:
         """The heads of this projection in the stored weight; gradients flow back to it."""
+        tensor = tensor.flatten(1)  # a convolution over one place is a matrix
         rows = tensor.mT if self.transposed else tensor
         return self._ours(rows[self.start : self.stop], head_dim)
 

@@ -171,7 +171,8 @@ _STACKS = {part: re.compile(rf"(?:^|\.){part}\.") for part in ("decoder", "encod
 _NORM = re.compile(r"(?:q|k|query|key)_?(?:layer)?_?(?:norm|ln)|(?:norm|ln)_?[qk]", re.I)
 _TERM = re.compile(
     r"rel(?:ative)?_|(?:^|_)pos(?:ition)?_|linear_pos|distance_emb|logit_scale|r_kernel|"
-    r"(?:add|cross|extra)\w*_(?:q|k|query|key)(?:_|$)|indexer",
+    r"(?:add|cross|extra)\w*_(?:q|k|query|key)(?:_|$)|conv1d|(?:^|_)[qk]_conv|per_dim_scale|"
+    r"dt_proj|softmax_scal",
     re.I,
 )
 _SUSPECT = re.compile(r"(?:\w+_)?(?:w?q|w?k|w?qkv?\w?|query|key)(?:_\w+)?", re.I)

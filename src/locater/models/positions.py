@@ -44,8 +44,16 @@ class RotarySpec:
         return Rotary(torch.tensor(self.frequencies, dtype=torch.float64), self.layout)
 
 
-def rotary_spec(config: Config, *, head_dim: int, layer: int, layout: Layout) -> RotarySpec | None:
-    """Read the rotary embedding of one layer; None where the config switches it off."""
+def rotary_spec(
+    config: Config, *, head_dim: int, layer: int, layout: Layout, turned: int | None = None
+) -> RotarySpec | None:
+    """Read the rotary embedding of one layer; None where the config switches it off.
+
+    `turned` is how many dimensions turn, where their tensor tells.
+    """
+    bases = config.get("layer_rope_theta") or ()
+    if layer < len(bases) and not bases[layer]:  # Muse
+        return None
     skipped = config.get("no_rope_layers") or ()
     if layer < len(skipped) and not skipped[layer]:
         return None
@@ -54,10 +62,13 @@ def rotary_spec(config: Config, *, head_dim: int, layer: int, layout: Layout) ->
     if kind in stored and stored[kind] is None:
         return None
     rope = rope_settings(config, layer)
+    stretched = config.get("rope_scaling_layers")
+    if stretched is not None and layer not in stretched:  # Molmo 2
+        rope = {"rope_theta": rope["rope_theta"]}
     base = float(rope["rope_theta"])
     kind = str(rope.get("rope_type") or rope.get("type") or "default")
     share = float(rope.get("partial_rotary_factor") or 1.0)
-    dimensions = int(config.get("rotary_dim") or int(head_dim * share))
+    dimensions = turned or int(config.get("rotary_dim") or int(head_dim * share))
     if kind == "proportional":  # the others turn by nothing
         exponents = torch.arange(0, 2 * int(share * head_dim // 2), 2, dtype=torch.float64)
         plain = torch.nn.functional.pad(
@@ -182,6 +193,15 @@ def _yarn_share(pairs: int, rope: Config, base: float, original: int) -> Float[T
     low, high = max(low, 0), min(high, size - 1)
     step = torch.arange(pairs, dtype=torch.float64)
     return 1 - ((step - low) / ((high - low) or 0.001)).clamp(0, 1)
+
+
+def latent_magnitude(config: Config) -> float:
+    """What latent attention multiplies its logits by where yarn stretches positions."""
+    rope = rope_settings(config, 0)
+    factor, weight = rope.get("factor"), rope.get("mscale_all_dim")
+    if not factor or factor <= 1 or not weight:
+        return 1.0
+    return (0.1 * float(weight) * math.log(factor) + 1.0) ** 2
 
 
 def _yarn_magnitude(rope: Config, factor: float) -> float:

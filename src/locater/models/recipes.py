@@ -195,24 +195,51 @@ TRAITS: Mapping[str, frozenset[str]] = {
         "helium ernie4_5 ernie4_5_moe ernie4_5_vl_moe_text blt_global_transformer "
         "blt_local_decoder blt_local_encoder blt_patcher llama4_text moonshine "
         "moonshine_streaming moonshine_streaming_encoder openai_privacy_filter qwen2_5_omni_dit "
-        "deepseek_v2 deepseek_v3 deepseek_v32 bailing_hybrid",
+        "deepseek_v2 deepseek_v3 deepseek_v32 bailing_hybrid longcat_flash glm_moe_dsa "
+        "roformer mistral4 axk1 axk2 youtu minicpm3",
         "turns backwards": "nanochat",
         "turns in windows only": "cohere2 cohere2_moe exaone4 exaone_moe kolibri1 flint afmoe",
         "says how it turns": "esm granitemoehybrid",
-        "no rotation": "",
-        "turns in two dimensions": "",
+        "no rotation": "kimi_linear glm5_next_text",
+        "turns": "roformer",
+        "turns in two dimensions": "chmv2 cohere_compass_vision dinov3_vit "
+        "dots3_note_vision_encoder ernie4_5_vl_moe_vision exaone4_5_vision gemma4_vision "
+        "glm4v_moe_vision glm4v_vision glm5_next_vision glm_ocr_vision inkling2_vision "
+        "kimi_k25_vision lfm3_vl_vision lightglue llama4_vision_model minimax_m3_vl_vision mlcd "
+        "mlcd_vision_model muse_glimmer_vision muse_spark_vision paddleocr_vl_vision pixtral "
+        "qwen2_5_omni_vision_encoder qwen2_5_vl_vision qwen2_vl_vision qwen3_5_moe_vision "
+        "qwen3_5_vision qwen3_omni_moe_vision_encoder qwen3_vl_moe_vision qwen3_vl_vision "
+        "qwen4_exp_vision sam3_vit_model sapiens2 step3p5_vision video_llama_3_vision vjepa2 "
+        "eomt_dinov3",
         # norms of queries and keys, and of latent vectors
         "norm without gains": "nanochat llama4_text muse_glimmer_text muse_spark_text neomme",
         "norm where it turns": "llama4_text",
+        "normalizes inputs": "blt blt_local_encoder blt_local_decoder",
         "gain adds one": "gemma3_text t5gemma2_text t5gemma2_decoder qwen3_next qwen3_5_text "
-        "qwen3_5_moe_text",
+        "qwen3_5_moe_text minimax_m3_vl_text qwen4_exp_text",
         "centered norm": "cohere esmc stablelm",
         "normalized after turning": "hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl_text",
-        "scaled latents": "longcat_flash",
+        "scaled latents": "longcat_flash dots3_note_text",
         # tensors and masks
         "cut by heads": "",
-        "chooses keys": "deepseek_v32 glm_moe_dsa",
-        "own mask": "",
+        "heads of 64": "bridgetower_vision_model",
+        "chooses keys": "deepseek_v32 glm_moe_dsa axk2 hy_v4 dots3_note_text glm5_next_text "
+        "mistral_large4_text minimax_m3_vl_text qwen4_exp_text",
+        "own mask": "swin donut-swin maskformer-swin swinv2 swin2sr clap_audio_model eomt "
+        "eomt_dinov3 git deepseek_ocr2_encoder gemma3n_audio gemma4_audio mllama_vision_model "
+        "pixtral longformer led informer qwen2_5_omni_dit idefics2_vision idefics2 inkling_text "
+        "inkling2_text",
+        "no softmax": "autoformer mra reformer xlstm yoso",
+        # what a form does not have
+        "adds terms": "cpmant layoutlmv3 lilt udop phi4_multimodal_audio beit grounding-dino "
+        "mm-grounding-dino speecht5 bros pegasus_x sam3_detr_decoder clvp_encoder "
+        "sam3_lite_text_detr_decoder inkling_text inkling2_text zaya",
+        "pools": "hiera sam2_hiera_det_model mobilevit pvt pvt_v2 segformer florence_vision "
+        "groupvit_vision_model videoprism_vision_model cvt canine",
+        "joins keys": "t5gemma2_decoder diffusion_gemma_text lightglue",
+        "scales dimensions": "timesfm2_5 timesfm videoprism",
+        "is sparse": "longformer led informer longt5 pegasus_x",
+        "scales by position": "beam",
     }.items()
 }
 """What holds of some model types, whatever their tensors are called."""

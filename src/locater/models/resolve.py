@@ -23,16 +23,26 @@ from locater.models.names import (
     unknown_family,
     weight_name,
 )
-from locater.models.positions import Config, RotarySpec, first_of, layer_type, rotary_spec
+from locater.models.positions import (
+    Config,
+    RotarySpec,
+    first_of,
+    latent_magnitude,
+    layer_type,
+    rotary_spec,
+)
 from locater.models.recipes import HEADS, NAMES_CAVEAT, RECIPES, TRAITS, Recipe
 
 HEAD_LEAVES = ("attention_heads", "num_attention_heads", "num_heads")
 OTHER_HEADS = ("encoder_attention_heads", "decoder_attention_heads", "resampler_n_heads",
-               "conf_num_attention_heads", "num_self_attention_heads")  # fmt: skip
+               "conf_num_attention_heads", "num_self_attention_heads",
+               "decoder_self_attention_heads")  # fmt: skip
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads", "n_kv_head")
 HEAD_DIM = ("head_dim", "d_kv")
 QK_NORM = ("use_qk_norm", "qk_layernorm", "use_qk_layernorm", "qk_norm")
 NORM_EPS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "layernorm_eps")
+NO_SOFTMAX = ("linear_attn", "indexer", "mlstm_layer", "global_pointer", "compressor")
+"""Modules with queries and keys that choose, order or mix, and attend to nothing."""
 SCALES = ("weight_scale_inv", "weight_scale")
 ROPE = ("rope_parameters", "rope_theta", "rope_scaling", "rotary_dim", "rotary_emb_base")
 
@@ -46,6 +56,17 @@ LATENT_CAVEAT = (
     "latent attention (MLA) normalizes between its factors: the form takes each norm at its root "
     "mean square"
 )
+
+
+GAPS = {
+    "adds terms": "terms from elsewhere in the model are added to the logits; not in the form",
+    "pools": "queries or keys are pooled or regrouped before they meet, which is not in the form",
+    "joins keys": "keys of two sources meet in one softmax, which is not in the form",
+    "scales dimensions": "each dimension has a scale of its own, which is not in the form",
+    "is sparse": "queries meet a chosen part of the keys, in an order that is not in the form",
+    "scales by position": "queries are scaled by their position, which is not in the form",
+}
+"""What some model types do that a form does not have."""
 
 
 def layouts(
@@ -103,9 +124,12 @@ _ALIKE = {
     "vision": ("visual", "image", "video", "img", "vit"),
     "text": ("language", "llm", "lm", "transformer"),
     "audio": ("speech", "sound"),
-    "encoder": (),
+    "backbone": ("pixel_level_module", "conv_encoder"),
 }
 """Words of tensor names that mean what a part of a config is called."""
+
+
+NOTHING: Config = {}
 
 
 def own_config(attention: str, config: Config) -> Config:
@@ -118,11 +142,22 @@ def own_config(attention: str, config: Config) -> Config:
     path = attention.split(".")
     while True:
         assumed = defaults(config.get("model_type")).get("parts", {})
-        parts = {key: value for key, value in config.items() if _is_part(key, value)}
-        scores = {key: _likeness(path, key.removesuffix("_config")) for key in parts}
+        parts: dict[str, Config] = {
+            key: value
+            for key, value in {**dict.fromkeys(assumed, NOTHING), **config}.items()
+            if _is_part(key, value)
+        }
+        scores = {
+            key: max(
+                _likeness(path, key.removesuffix("_config")),
+                2 * (value.get("model_type", assumed.get(key)) in path),
+            )
+            for key, value in parts.items()
+        }
         best = max(scores, key=lambda key: scores[key], default="")
-        if not best or not scores[best]:
-            if first_of(config, *HEADS) is not None or "text_config" not in parts:
+        has_heads = first_of(config, *HEADS) is not None
+        if not best or scores[best] < (1 if has_heads else 0.5):
+            if has_heads or "text_config" not in parts:
                 return completed(config)
             best = "text_config"
         inner = dict(parts[best])
@@ -136,16 +171,17 @@ def _is_part(key: str, value: object) -> bool:
     return (key.endswith("_config") and key != "quantization_config") or "model_type" in value
 
 
-def _likeness(path: Sequence[str], stem: str) -> int:
-    """How well the name of a part fits a path: 3 the same word, 2 a beginning, 1 a like word."""
-    words = (stem, *_ALIKE.get(stem.split("_")[0], ()))
-    best = 0
+def _likeness(path: Sequence[str], stem: str) -> float:
+    """How well the name of a part fits a path: the same word, a beginning, a like word."""
+    first = stem.split("_")[0]
+    words = {first, *_ALIKE.get(first, ())}
+    best = 0.5 if first == "vision" and path[0] == "encoder" else 0.0
     for component in path:
         if component == stem:
             best = max(best, 3)
         elif component.startswith(f"{stem}_") or stem.startswith(f"{component}_"):
             best = max(best, 2)
-        elif any(component == word or component.startswith(f"{word}_") for word in words):
+        elif component.split("_")[0] in words or first in component.split("_"):
             best = max(best, 1)
     return best
 
@@ -157,7 +193,8 @@ def completed(config: Config) -> Config:
     for name, spelled in assumed.get("names", {}).items():
         if spelled in own:
             own.setdefault(name, own[spelled])
-    return ChainMap(own, dict(assumed.get("own", {})))
+    silent = {key: value for key, value in assumed.get("own", {}).items() if key not in config}
+    return ChainMap(own, silent)
 
 
 def _choose(rows: Sequence[Recipe], model_type: str | None) -> Recipe:
@@ -224,6 +261,10 @@ class _Site:
         recipe = _choose(rows, model_type)
         if recipe.skip:
             raise _UnreadableError(recipe.skip)
+        last = attention.rpartition(".")[2]
+        is_linear = "linear" in layer_type(config, layer) and kind_of(attention, names) == "self"
+        if model_type in TRAITS["no softmax"] or last in NO_SOFTMAX or is_linear:
+            raise _UnreadableError("its queries and keys meet in no softmax")
         if recipe.family == "gguf" and isinstance(config, ChainMap):  # it says all it means
             config = ChainMap(config.maps[0])
         elif known(model_type).status in ("verified", "partly"):
@@ -281,8 +322,15 @@ class _Site:
         own = [f"{stem}_{leaf}" for stem in stems for leaf in HEAD_LEAVES]
         heads = first_of(self.config, *own[:3], *self.recipe.heads)
         heads = heads or first_of(self.config, *own, *OTHER_HEADS)
-        if isinstance(heads, (list, tuple)) and self.layer < len(heads):
-            heads = heads[self.layer]
+        if isinstance(heads, (list, tuple)):  # by layer, or by stage
+            numbers = [int(one) for one in self.attention.split(".") if one.isdigit()]
+            place = numbers[0] if numbers else 0
+            heads = heads[place] if place < len(heads) else None
+        if isinstance(heads, int) and isinstance(self.config.get("head_ratio"), int):
+            heads //= self.config["head_ratio"]  # ConvBERT
+        if self.has("heads of 64"):
+            name = join(self.attention, weight_name(self.recipe.query))
+            heads = _matrix(self.names, name, False)[1] // 64
         if not isinstance(heads, int) or heads < 1:
             raise _UnreadableError(
                 f"the number of heads is not known: the config has none of "
@@ -406,6 +454,8 @@ class _Site:
         if name not in self.names:
             raise _UnreadableError("its queries' factors are not stored under known names")
         head_dim = _divided(_matrix(self.names, name, False)[0], heads, name)
+        if join(self.attention, "k_rope_only_layernorm.weight") in self.names:
+            raise _UnreadableError("its turned keys have a norm of their own, which no form has")
         through = self.projection(self.recipe.query, stop=rank, norm=self.norm("kv_a_layernorm"))
         key = self.projection(
             "kv_b_proj", width=width, through=through, multiplier=self.latent_scale("kv", model)
@@ -453,7 +503,10 @@ class _Site:
     def bias(self, child: str) -> str | None:
         """The stored bias of a projection."""
         leaf = "in_proj_bias" if child.endswith("_weight") else f"{child}.bias"
-        return self.names.stored.get(join(self.attention, leaf))
+        stored = self.names.stored.get(join(self.attention, leaf))
+        if stored is None and child == "query":  # VideoMAE
+            stored = self.names.stored.get(join(self.attention, "q_bias"))
+        return stored
 
     def scale(self, child: str) -> str | None:
         """The stored scale of an 8-bit projection."""
@@ -477,6 +530,8 @@ class _Site:
             value = 1 / float(config["attention_multiplier"])
         elif config.get("query_pre_attn_scalar"):
             value = math.sqrt(config["query_pre_attn_scalar"])
+        if self.recipe.is_latent:
+            value /= latent_magnitude(config)
         for name in ("key_multiplier", "qk_scale_factor"):
             value /= float(config.get(name) or 1.0)
         return value
@@ -484,21 +539,22 @@ class _Site:
     def rotary(self, cut: _Cut) -> RotarySpec | None:
         """The rotary embedding, if this layer has one."""
         recipe, config = self.recipe, self.config
-        named = config.get("position_embedding_type") in ("rotary", "rope")
+        named = config.get("position_embedding_type") in ("rotary", "rope") or self.has("turns")
         silent = first_of(config, *ROPE) is None and not named
         if recipe.rotary is None or (recipe.rotary == "half if configured" and silent):
             return None
-        if self.has("no rotation") or not self.turns():
+        if self.has("turns in two dimensions") or not self.turns():
             return None
         layout: Literal["half", "interleaved"] = "half"
         if recipe.rotary == "interleaved" or self.has("interleaved"):
             layout = "interleaved"
         if config.get("rope_interleave") is not None:
             layout = "interleaved" if config["rope_interleave"] else "half"
-        size = cut.head_dim
+        turned = None
         if cut.key_turned is not None and cut.key_turned.stop is not None:
-            size = cut.key_turned.stop - cut.key_turned.start
-        spec = rotary_spec(config, head_dim=size, layer=self.layer, layout=layout)
+            turned = cut.key_turned.stop - cut.key_turned.start
+        size = turned or cut.head_dim
+        spec = rotary_spec(config, head_dim=size, layer=self.layer, layout=layout, turned=turned)
         if spec is not None and self.has("turns backwards"):
             spec = replace(spec, frequencies=tuple(-one for one in spec.frequencies))
         return spec
@@ -506,6 +562,8 @@ class _Site:
     def turns(self) -> bool:
         """Whether this layer has rotary positions at all: some leave them out (NoPE)."""
         config = self.config
+        if self.has("no rotation"):
+            return False
         kind = str(config.get("position_embedding_type") or "rope")
         if kind in ("nope", "absolute", "none") and self.has("says how it turns"):
             return False
@@ -532,6 +590,8 @@ class _Site:
 
     def has_qk_norm(self) -> bool:
         """Whether a norm stands between the projections and their product."""
+        if self.has("normalizes inputs"):
+            return False
         if self.has("norm where it turns"):  # Llama 4
             skipped = self.config.get("no_rope_layers") or ()
             turns = self.layer >= len(skipped) or bool(skipped[self.layer])
@@ -547,8 +607,13 @@ class _Site:
             yield CROSS_CAVEAT
         if self.recipe.is_latent:
             yield LATENT_CAVEAT
-        elif layout.qk_norm:
+        elif layout.query.norm or layout.key.norm:
             yield NORM_CAVEAT
+        elif layout.qk_norm:
+            yield "queries and keys are normalized (qk-norm), head by head; it is not in the form"
+        for trait, words in GAPS.items():
+            if self.has(trait):
+                yield words
         if layout.query.bias or (layout.rotary and layout.key.bias):
             yield "biases add a term to each key's logit that the spectrum does not see"
         yield from self.position_caveats(layout)
@@ -579,7 +644,10 @@ class _Site:
         if rotary and rotary.is_sectioned:
             yield "tokens of pictures turn by three positions; the form is that of text"
         if layout.kind == "self" and self.has("turns in two dimensions"):
-            yield "queries and keys turn with row and column; those rotations are not in the form"
+            yield (
+                "queries and keys turn with row and column: the form is that of a query and a key "
+                "at the same place"
+            )
         if layout.qk_norm and rotary and self.has("normalized after turning"):
             yield "gains act after the rotation; their order is not in the form"
         if layout.position_bias:
