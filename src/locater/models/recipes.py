@@ -200,6 +200,7 @@ TRAITS: Mapping[str, frozenset[str]] = {
         "turns backwards": "nanochat",
         "turns in windows only": "cohere2 cohere2_moe exaone4 exaone_moe kolibri1 flint afmoe",
         "says how it turns": "esm granitemoehybrid",
+        "turns by its share": "minimax_m3_vl_text",
         "no rotation": "kimi_linear glm5_next_text",
         "turns": "roformer",
         "turns in two dimensions": "chmv2 cohere_compass_vision dinov3_vit "
@@ -216,7 +217,7 @@ TRAITS: Mapping[str, frozenset[str]] = {
         "norm where it turns": "llama4_text",
         "normalizes inputs": "blt blt_local_encoder blt_local_decoder",
         "gain adds one": "gemma3_text t5gemma2_text t5gemma2_decoder qwen3_next qwen3_5_text "
-        "qwen3_5_moe_text minimax_m3_vl_text qwen4_exp_text",
+        "qwen3_5_moe_text minimax_m3_vl_text qwen4_exp_text step3p5",
         "centered norm": "cohere esmc stablelm",
         "normalized after turning": "hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl_text",
         "scaled latents": "longcat_flash dots3_note_text",
@@ -224,7 +225,7 @@ TRAITS: Mapping[str, frozenset[str]] = {
         "cut by heads": "",
         "heads of 64": "bridgetower_vision_model",
         "chooses keys": "deepseek_v32 glm_moe_dsa axk2 hy_v4 dots3_note_text glm5_next_text "
-        "mistral_large4_text minimax_m3_vl_text qwen4_exp_text",
+        "mistral_large4_text minimax_m3_vl_text qwen4_exp_text step3p5",
         "own mask": "swin donut-swin maskformer-swin swinv2 swin2sr clap_audio_model eomt "
         "eomt_dinov3 git deepseek_ocr2_encoder gemma3n_audio gemma4_audio mllama_vision_model "
         "pixtral longformer led informer qwen2_5_omni_dit idefics2_vision idefics2 inkling_text "

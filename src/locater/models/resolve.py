@@ -550,7 +550,7 @@ class _Site:
             layout = "interleaved"
         if config.get("rope_interleave") is not None:
             layout = "interleaved" if config["rope_interleave"] else "half"
-        turned = None
+        turned = cut.head_dim if self.has("turns by its share") else None
         if cut.key_turned is not None and cut.key_turned.stop is not None:
             turned = cut.key_turned.stop - cut.key_turned.start
         size = turned or cut.head_dim
