@@ -17,7 +17,7 @@ Made = TypeVar("Made")
 
 def write_file(path: Path, data: str | bytes) -> Path:
     """Write next to the file, then put it in its place: a crash or a full disk harms nothing."""
-    raw = data.encode() if isinstance(data, str) else data
+    raw = data.encode("utf-8", "replace") if isinstance(data, str) else data
     try:
         if path.exists() and not path.is_file():  # a device or a pipe is written to, not replaced
             path.write_bytes(raw)

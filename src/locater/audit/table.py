@@ -111,14 +111,20 @@ class HeadRecord:
         return {name: getattr(self, name) for name in COLUMNS}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> HeadRecord:
+    def from_dict(cls, values: object) -> HeadRecord:
         """The row that `to_dict` wrote, from wherever it was stored."""
+        if not isinstance(values, Mapping):
+            raise _edited("a row is no record")
         missing = [name for name in COLUMNS if name not in values]
         if missing:
             raise InputError(
                 f"a row of an audit lacks {', '.join(missing)}.",
                 hint="was it written by another version of locater?",
             )
+        for column in fields(cls):
+            _check(values[column.name], str(column.type), f"{column.name} of a row")
+        if len(values["eigenvalues_real"]) != len(values["eigenvalues_imag"]):
+            raise _edited("a row has more real parts of eigenvalues than imaginary ones, or fewer")
         plain: dict[str, Any] = {
             name: tuple(values[name]) if name in LIST_COLUMNS else values[name] for name in COLUMNS
         }
@@ -151,6 +157,25 @@ class Audit:
     caveats: tuple[str, ...] = ()
     skipped: tuple[Skipped, ...] = field(default=())
     bytes_read: int = 0
+
+    def __post_init__(self) -> None:
+        """Names come from files: what no text can hold is replaced before anybody writes it."""
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if one.name == "rows":
+                value = tuple(
+                    row if row.name.isascii() else replace(row, name=text_of(row.name))
+                    for row in value
+                )
+            elif one.name == "skipped":
+                value = tuple(
+                    Skipped(name=text_of(part.name), reason=text_of(part.reason)) for part in value
+                )
+            elif isinstance(value, str):
+                value = text_of(value)
+            elif one.name in ("head", "caveats"):
+                value = tuple(map(text_of, value))
+            object.__setattr__(self, one.name, value)
 
     @property
     def is_measured(self) -> bool:
@@ -218,14 +243,28 @@ class Audit:
             raise InputError(
                 "this is not an audit.", hint="give what `locater audit --json` or to_json wrote."
             )
+        kinds = {"tokens": "int", "positions": "tuple[int, ...]", "bytes_read": "int",
+                 "head": "tuple[str, ...]", "caveats": "tuple[str, ...]"}  # fmt: skip
+        told = {"bytes_read": 0, "head": [], "caveats": [], "skipped": [], **data}
+        for name in (*_ABOUT, *kinds):
+            _check(told[name], kinds.get(name, "str"), name)
+        if told["tokens"] < 2 or not isinstance(told["rows"], list):
+            raise _edited(f"{told['tokens']} tokens, or rows that are no list")
+        rows = tuple(HeadRecord.from_dict(row) for row in told["rows"])
+        if any(len(row.rho) != len(told["positions"]) for row in rows):
+            raise _edited("a row has not one ρ for every position")
+        for one in _check(told["skipped"], "list", "skipped"):
+            if not isinstance(one, Mapping) or one.keys() != {"name", "reason"}:
+                raise _edited("what was skipped has no name and reason")
+            _check([*one.values()], "tuple[str, ...]", "skipped")
         return cls(
-            **{name: data[name] for name in _ABOUT},
-            positions=tuple(data["positions"]),
-            rows=tuple(HeadRecord.from_dict(row) for row in data["rows"]),
-            head=tuple(data.get("head", ())),
-            caveats=tuple(data.get("caveats", ())),
-            skipped=tuple(Skipped(**one) for one in data.get("skipped", ())),
-            bytes_read=data.get("bytes_read", 0),
+            **{name: told[name] for name in _ABOUT},
+            positions=tuple(told["positions"]),
+            rows=rows,
+            head=tuple(told["head"]),
+            caveats=tuple(told["caveats"]),
+            skipped=tuple(Skipped(**one) for one in told["skipped"]),
+            bytes_read=told["bytes_read"],
         )
 
     def to_json(self) -> str:
@@ -237,9 +276,9 @@ class Audit:
         """The audit that `to_json` wrote."""
         try:
             data = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(
-                f"this is not JSON: {error}.", hint="give what to_json wrote, whole."
+                f"this is not JSON: {error!s:.200}.", hint="give what to_json wrote, whole."
             ) from error
         return cls.from_dict(data)
 
@@ -270,6 +309,43 @@ class Audit:
         sink = io.BytesIO()
         parquet.write_table(stored, sink)
         return sink.getvalue()
+
+
+def text_of(value: str) -> str:
+    """A text that can be written: half of a surrogate pair, which JSON can spell, becomes `?`."""
+    return value if value.isascii() else value.encode("utf-8", "replace").decode()
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "str": (str,), "Verdict": (str,), "Status": (str,), "int": (int,), "list": (list,),
+    "float": (int, float), "float | None": (int, float, type(None)),
+}  # fmt: skip
+_CHOICES: dict[str, tuple[str, ...]] = {"Verdict": VERDICTS, "Status": get_args(Status)}
+
+
+def _check(value: Any, kind: str, what: str) -> Any:
+    """Refuse a stored value that no audit has; a list is looked through."""
+    if kind.startswith("tuple["):
+        for one in _check(value, "list" if isinstance(value, list) else "tuple", what):
+            _check(one, kind[6:].removesuffix(", ...]"), what)
+        return value
+    allowed = (tuple,) if kind == "tuple" else _KINDS[kind]
+    number: Any = value if isinstance(value, int | float) else 0
+    if (
+        not isinstance(value, allowed)
+        or isinstance(value, bool)
+        or not abs(number) < (2**63 if kind == "int" else 2.0**1023)
+        or value not in _CHOICES.get(kind, (value,))
+    ):
+        raise _edited(f"{what} is {value!r:.60}")
+    return value
+
+
+def _edited(what: str) -> InputError:
+    return InputError(
+        f"this is not an audit as one was written: {what}.",
+        hint="it was edited or damaged: make it again with `locater audit --json`.",
+    )
 
 
 def _parquet_schema(pyarrow: Any) -> Any:

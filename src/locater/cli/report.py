@@ -61,7 +61,7 @@ def _read(text: str, tokens: int) -> Run | Audit:
     if path.suffix == ".jsonl" or (path / "metrics.jsonl").is_file():
         return Run.load(path)
     if path.suffix == ".json" and path.is_file():
-        return Audit.from_json(path.read_text(encoding="utf-8"))
+        return Audit.from_json(path.read_bytes().decode("utf-8", "replace"))
     with progress(text) as report:
         return audit_checkpoint(text, tokens=tokens, report=report, say=say)
 

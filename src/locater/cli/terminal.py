@@ -94,7 +94,8 @@ def show(content: Any) -> None:
 
 def print_json(data: Any) -> None:
     """Data on stdout; NaN and infinity as null."""
-    print(json.dumps(_plain(data), ensure_ascii=False, indent=2, allow_nan=False))
+    text = json.dumps(_plain(data), ensure_ascii=False, indent=2, allow_nan=False)
+    print(text.encode("utf-8", "replace").decode())  # names of files may be no text
 
 
 def _plain(data: Any) -> Any:
