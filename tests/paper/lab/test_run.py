@@ -55,6 +55,19 @@ def test_a_checkpoint_in_the_making_is_not_taken_for_one(tmp_path: Path) -> None
     assert checkpoint is not None and checkpoint.step == 2
 
 
+@pytest.mark.parametrize("change", [{"carried": {"seconds": 9.0}}, {"step": 7}, {"digests": []}])
+def test_an_edited_manifest_is_not_believed(change: dict[str, object], tmp_path: Path) -> None:
+    run = folder(tmp_path)
+    run.save(1, TENSORS, {}, {"seconds": 1.0})
+    run.save(2, TENSORS, {}, {"seconds": 2.0})
+    path = tmp_path / "checkpoints" / "step-00000002" / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    checkpoint, said = run.restore()
+    assert checkpoint is not None and checkpoint.step == 1
+    (sentence,) = said
+    assert "manifest.json is not what was written" in sentence
+
+
 def test_only_one_of_several_processes_writes(tmp_path: Path) -> None:
     folder(tmp_path).append({"step": 0})
     other = RunFolder(tmp_path, is_writer=False)

@@ -229,6 +229,7 @@ class RunFolder:
             "carried": carried,
             "digests": {name: _digest(data) for name, data in parts.items()},
         }
+        manifest["digest"] = _digest(_pretty(manifest).encode())
         parts |= {
             "manifest.json": _pretty(manifest).encode(),
             "config.json": _pretty(described or {}).encode(),
@@ -396,6 +397,9 @@ def rounded(value: Any, digits: int = 6) -> Any:
 
 def _read(place: Path) -> Checkpoint:
     manifest = json.loads((place / "manifest.json").read_text())
+    digest = manifest.pop("digest", None)  # older ones have none
+    if digest not in (None, _digest(_pretty(manifest).encode())):
+        raise ValueError("manifest.json is not what was written")
     parts = {}
     for name, digest in manifest["digests"].items():
         data = (place / name).read_bytes()
