@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from scipy import integrate, special, stats
 from torch import Tensor
 
+from locater import QKForm, TokenProcess, propagation
 from locater.core.quadratic import QuadraticLaw
+from locater.core.score import HeadMoments
 
 DIGITS = 1e-11  # the tails promise about 12 relative digits
 SEEDS = st.integers(0, 2**31)
@@ -360,3 +362,53 @@ def test_the_saddlepoint_approximation_is_exact_for_a_normal_score(mean: float) 
     expected = stats.norm.cdf(1, mean, 0.4) - stats.norm.cdf(0, mean, 0.4)
     law = row(mean, [0.0, 0.0], [0.4, 0.0])
     assert law.saddlepoint_between(0.0, 1.0).item() == pytest.approx(expected, abs=1e-9)
+
+
+PROCESSES = ("random-walk", "autoregressive", "independent")
+
+
+def factored(rank: int, scale: float, seed: int) -> QKForm:
+    generator = torch.Generator().manual_seed(seed)
+    query, key = torch.randn(2, 2, rank, 48, generator=generator, dtype=torch.float64) * scale
+    return QKForm(query, key + query / 2, math.sqrt(rank))
+
+
+FAMILIES = {
+    **{f"rank {rank}": factored(rank, 0.15, rank) for rank in (1, 2, 8, 40)},
+    "large": factored(16, 2.0, 1),
+    "small": factored(16, 1e-3, 2),
+    "huge": factored(16, 1e60, 3),
+    "negative": QKForm.from_xi_eta(-4.0, 0.8, dim=32),
+    "symmetric": QKForm.from_xi_eta(5.0, 0.5, dim=64),
+    "one eigenvalue": QKForm.from_eigenvalues(torch.ones(1).double(), temperature=1.0),
+}
+
+
+@pytest.mark.parametrize("process", PROCESSES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_one_parameter_for_all_positions_gives_what_each_position_gives(
+    name: str, process: str
+) -> None:
+    """The sum over frequencies against the contour of every position's own law."""
+    form, tokens = FAMILIES[name], TokenProcess.named(process, 300)
+    score = HeadMoments.of(form, tokens).score()
+    each = score.law().between(0.0, 1.0).view(score.base.shape)
+    rho = propagation(form, tokens).rho
+    assert (rho - each.view(rho.shape)).abs().max() < 1e-10
+    small = each.view(rho.shape) < 1e-3  # these keep their relative digits
+    assert torch.allclose(rho[small], each.view(rho.shape)[small], rtol=1e-8, atol=0)
+    quick = propagation(form, tokens, tolerance=1e-7).rho
+    assert (quick - each.view(rho.shape)).abs().max() < 1e-7
+
+
+def test_most_positions_of_a_usual_head_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one way is not just the other one in disguise."""
+    rows = []
+    between = QuadraticLaw.between
+    monkeypatch.setattr(
+        QuadraticLaw,
+        "between",
+        lambda law, *at: rows.append(len(law.constant)) or between(law, *at),
+    )
+    propagation(factored(16, 0.15, 0), TokenProcess.autoregressive(200, 0.9))
+    assert sum(rows) < 20

@@ -201,7 +201,7 @@ def figures() -> Any:
     with elsewhere():
         command("reproduce", "--only", ",".join(names), "--out", "out", "--no-exports")
         parts = {name: next(Path("out/parts").glob(f"{name}-*.json")).read_text() for name in names}
-    made = {name: json.loads(text) for name, text in parts.items()}
+    made = {name: json.loads(text)["kept"] for name, text in parts.items()}
     return {
         name: {
             "charts": {one["key"]: chart_data(one["chart"]) for one in part["sections"]},

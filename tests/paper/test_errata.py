@@ -21,7 +21,7 @@ from locater.core.form import QKForm
 from locater.core.gradient import one_layer_output, qk_gradient
 from locater.core.process import TokenProcess
 from locater.core.quadratic import QuadraticLaw
-from locater.core.score import symmetric_law
+from locater.core.score import HeadMoments
 from locater.core.theory import (
     Lemma1,
     attention_entropy,
@@ -243,7 +243,7 @@ def test_one_over_t_opens_small_forms() -> None:
     process = TokenProcess.random_walk(tokens)
     exact = propagation(form, process).rho
     assert exact.min().item() == pytest.approx(1, abs=1e-9)
-    law = symmetric_law(form, process)
+    law = HeadMoments.of(form, process).score().law()
     without = QuadraticLaw(law.constant - 1 / tokens, law.weights).between(0.0, 1.0)
     assert without[0].item() == pytest.approx(3.6e-9, rel=0.01)
     printed = propagation(form, process, method="as_printed").rho

@@ -172,6 +172,99 @@ class QuadraticLaw:
         return slope, curvature
 
 
+@dataclass(frozen=True, eq=False)
+class QuadraticFamily:
+    """Laws Y = constant + size · Σ_k weight_k(r) z_k² of one parameter r, for stacks of heads.
+
+    The weights are known at Chebyshev nodes of r.  The characteristic function of the sum is
+    exp of a function that is smooth in r (the weights themselves may cross), so its logarithm is
+    taken at the nodes, along one grid of frequencies, and interpolated to every position.  Then
+
+        P(a ≤ X ≤ b) = (1/π) ∫₀^∞ Re[φ_X(t) (e^{−iat} − e^{−ibt})/(it)] dt
+
+    is a sum: the integrand is entire in t, so that the trapezoidal rule's error is the probability
+    that X lies a whole period away.
+    """
+
+    low: float
+    high: float
+    weights: Float[Tensor, "heads nodes weights"]
+
+    @staticmethod
+    def nodes(low: float, high: float, count: int) -> Float[Tensor, " nodes"]:
+        """Chebyshev's points between two values of r; one point where these are equal."""
+        angle = (torch.arange(count if low < high else 1, dtype=torch.float64) + 0.5) * math.pi
+        return (low + high) / 2 - (high - low) / 2 * (angle / len(angle)).cos()
+
+    def between_0_and_1(
+        self,
+        constant: float,
+        size: Float[Tensor, " positions"],
+        ratio: Float[Tensor, " positions"],
+        tolerance: float,
+    ) -> Float[Tensor, "heads positions"]:
+        """P(0 ≤ Y ≤ 1) to about `tolerance`, absolutely; NaN for heads that need another way."""
+        rho = size.new_full((len(self.weights), len(size)), math.nan)
+        reach, end = self._reach(tolerance)
+        frequencies = (reach * end / math.pi).ceil()
+        for head in (frequencies <= _FREQUENCIES).nonzero()[:, 0]:
+            most, step = reach[head], math.pi / reach[head]  # the period is twice the reach
+            low, high = ((edge - constant) / size for edge in (0.0, 1.0))
+            at = step * torch.arange(1, int(frequencies[head]) + 1).to(size)
+            log_modulus, phase = self._interpolated(head, at, ratio, tolerance)
+            inner = (phase - at * low.clamp(-most, most)[:, None]).sin_()
+            inner -= (phase - at * high.clamp(-most, most)[:, None]).sin_()
+            total = (log_modulus.exp_() * inner / at).sum(-1)
+            width = high.clamp(-most, most) - low.clamp(-most, most)
+            rho[head] = step / math.pi * (total + width / 2)
+        return rho.clamp(0, 1)
+
+    def _reach(self, tolerance: float) -> tuple[Float[Tensor, " heads"], Float[Tensor, " heads"]]:
+        """Beyond which |Σ weight z²| has a chance below `tolerance`, and where φ has died."""
+        largest = self.weights.abs().amax(-1)
+        least = -math.log(tolerance)
+        tail = 2 * least * largest  # Bernstein's bound for a sum of squares
+        variance = 2 * self.weights.square().sum(-1)
+        reach = tail + (tail.square() + 2 * least * variance).sqrt() + self.weights.sum(-1).abs()
+        short = torch.zeros_like(reach[:, 0])
+        long = 1e3 / largest.amin(-1).clamp_min(1e-300)
+        for _ in range(30):
+            middle = (short + long) / 2
+            turned = 2 * self.weights * middle[:, None, None]
+            small = (turned.square().log1p_().sum(-1) / 4).amin(-1) > least
+            short, long = torch.where(small, short, middle), torch.where(small, middle, long)
+        return reach.amax(-1), long
+
+    def _interpolated(
+        self,
+        head: Tensor,
+        at: Float[Tensor, " frequencies"],
+        ratio: Float[Tensor, " positions"],
+        tolerance: float,
+    ) -> tuple[Float[Tensor, "positions frequencies"], Float[Tensor, "positions frequencies"]]:
+        """log |φ| and the phase of φ at every position; NaN where the nodes are too few."""
+        turned = 2 * at[:, None, None] * self.weights[head]  # frequencies nodes weights
+        phase = turned.atan().sum(-1) / 2
+        log_modulus = -turned.square_().log1p_().sum(-1) / 4
+        count = phase.shape[-1]
+        order = torch.arange(count).to(at)
+        to_coefficients = (order[:, None] * (math.pi - (order + 0.5) * math.pi / count)).cos()
+        to_coefficients *= (1 + order.clamp(max=1))[:, None] / count
+        if count > 1:  # as much as the last coefficients is what the next ones may leave out
+            last = (to_coefficients[-2:] @ torch.stack((log_modulus, phase)).mT).abs().amax((0, 1))
+            left_out = (last * log_modulus.amax(-1).exp() / at).sum() * at[0]
+            if left_out > tolerance:
+                phase = torch.full_like(phase, math.nan)
+        span = (self.high - self.low) or 1.0
+        place = ((2 * ratio - self.low - self.high) / span).clamp(-1, 1).acos()
+        basis = (place[:, None] * order).cos() @ to_coefficients
+        return basis @ log_modulus.mT, basis @ phase.mT
+
+
+_FREQUENCIES = 1024
+"""At most so many are summed; otherwise a contour through the saddle is shorter."""
+
+
 def _saddle(law: QuadraticLaw, *, pole: bool) -> Float[Tensor, " rows"]:
     """Minimize K(s) − [log s] over 0 < s < 1/(2 max weight): convex, by safeguarded Newton."""
     top = law.weights.amax(-1)

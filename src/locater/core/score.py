@@ -28,12 +28,16 @@ from locater.core.form import (
     semidefinite_root,
 )
 from locater.core.process import TokenProcess, centered_kernel
-from locater.core.quadratic import QuadraticLaw
+from locater.core.quadratic import QuadraticFamily, QuadraticLaw
 from locater.errors import InputError
 
 RhoMethod = Literal["exact", "gaussian", "saddlepoint"]
 _AT_ONCE = 8_000_000
 """Numbers of position-wise matrices that are held at once."""
+_NODES = (10, 20, 36)
+"""Of the interpolation, until it is smooth enough; the first for coarse tolerances."""
+_FAMILY = 4000
+"""From so many tokens × weights on, positions are interpolated in one parameter."""
 _ROWS_AT_ONCE = 1_000_000
 """Numbers of drawn rows that are held at once."""
 
@@ -133,14 +137,17 @@ class HeadMoments:
         stack = self.key_gram.ndim - 2
         return self._mapped(lambda part: part.flatten(0, stack - 1) if stack else part[None])
 
-    def rho(self, method: RhoMethod = "exact") -> Float[Tensor, "*heads tokens"]:
+    def rho(
+        self, method: RhoMethod = "exact", tolerance: float | None = None
+    ) -> Float[Tensor, "*heads tokens"]:
         """ρ at every position, a bounded number of heads at a time."""
         flat, rows = self.flat(), []
         heads, size = len(flat.key_gram), 2 * flat.key_gram.shape[-1]
         some = max(1, _AT_ONCE // (self.tokens * size**2))
         for start in range(0, heads, some):
             few = slice(start, start + some)
-            rows.append(flat._mapped(lambda part, few=few: part[few]).score().rho(method))  # type: ignore[misc]
+            score = flat._mapped(lambda part, few=few: part[few]).score()  # type: ignore[misc]
+            rows.append(score.rho(method, tolerance))
         return torch.cat(rows).view(*self.key_gram.shape[:-2], self.tokens)
 
     def logits(
@@ -491,11 +498,35 @@ class Score:
         mean, variance = (sum(parts.values(), nothing) for parts in (means, variances))
         return self.base + mean / self.temperature, variance / self.temperature / self.temperature
 
-    def rho(self, method: RhoMethod = "exact") -> Float[Tensor, "*heads tokens"]:
+    def rho(
+        self, method: RhoMethod = "exact", tolerance: float | None = None
+    ) -> Float[Tensor, "*heads tokens"]:
         """P(0 ≤ Y_i ≤ 1), from the law of the score or from its first two moments."""
         if method == "gaussian":
             return normal_between(*self.moments())
+        if method == "exact" and self._is_family:
+            return family_rho(self.key_scale.sqrt(), self.cross_scale, self.base, tolerance,
+                              weights=self._weights, law=self._only_law)  # fmt: skip
         return chance(self.law(), method).view(self.base.shape)
+
+    @property
+    def _is_family(self) -> bool:
+        """Without means, rotation and biases a position is its (u, q) alone."""
+        has_means = self.key_mean is not None or self.query_mean is not None
+        is_large = self.base.shape[-1] * 2 * self.query_covariance.shape[-1] >= _FAMILY
+        is_alike = not has_means and self.key_covariance.shape[-3] == 1
+        return is_large and is_alike and bool((self.base == self.base.flatten()[0]).all())
+
+    def _at(self, places: Tensor, cross: Tensor, key: Tensor) -> Score:
+        return replace(self, base=self.base[..., places], key_scale=key, cross_scale=cross)
+
+    def _weights(self, ratio: Float[Tensor, " nodes"]) -> Float[Tensor, "heads nodes weights"]:
+        """Of the scores of positions with q = 1 and these u."""
+        start = torch.zeros_like(ratio, dtype=torch.long)
+        return self._at(start, ratio, torch.ones_like(ratio))._distinct_weights()
+
+    def _only_law(self, places: Tensor) -> QuadraticLaw:
+        return self._at(places, self.cross_scale[places], self.key_scale[places]).law()
 
     def law(self) -> QuadraticLaw:
         """The law of every score, heads and positions flattened into rows."""
@@ -511,15 +542,16 @@ class Score:
         _, group = torch.unique(rounded, dim=-1, return_inverse=True)
         first = torch.stack([(group == k).nonzero()[0, 0] for k in range(int(group.max()) + 1)])
         cross, key = scales[:, first]
-        distinct = replace(self, base=self.base[..., first], key_scale=key, cross_scale=cross)
-        middle = distinct._middle_by_columns()
-        if middle is None:
-            weights = distinct._law().weights.unflatten(0, (-1, len(first)))
-        else:
-            weights = torch.linalg.eigvalsh(middle)
-            weights = weights.reshape(-1, *weights.shape[-2:])
+        weights = self._at(first, cross, key)._distinct_weights()
         weights = weights[:, group] * torch.where(self.cross_scale < 0, -1.0, 1.0)[:, None]
         return QuadraticLaw(self.base.flatten(), weights.flatten(0, 1))
+
+    def _distinct_weights(self) -> Float[Tensor, "heads positions weights"]:
+        middle = self._middle_by_columns()
+        if middle is None:
+            return self._law().weights.unflatten(0, (-1, len(self.key_scale)))
+        weights = torch.linalg.eigvalsh(middle)
+        return weights.reshape(-1, *weights.shape[-2:])
 
     def _middle_by_columns(self) -> Float[Tensor, "*heads positions size size"] | None:
         """The symmetric matrix of b·q/λ from one factorization per head; None near singularity.
@@ -575,21 +607,77 @@ class Score:
         return QuadraticLaw(constant + (keys * own).sum(-1) / self.temperature, weights, linear)
 
 
-def symmetric_law(form: QKForm, process: TokenProcess) -> QuadraticLaw:
-    """The law of a symmetric form's scores: one eigendecomposition serves all positions."""
+def symmetric_rho(
+    form: QKForm,
+    process: TokenProcess,
+    method: RhoMethod = "exact",
+    tolerance: float | None = None,
+) -> Float[Tensor, "*heads tokens"]:
+    """ρ of a symmetric form: one eigendecomposition serves all positions."""
     form = form.balanced()
     matrix = form.matrix().double()
     if process.covariance is not None:
         root = semidefinite_root(process.covariance.to(matrix))
         matrix = root.mT @ matrix @ root
-    values = torch.linalg.eigvalsh(matrix)
+    values = torch.linalg.eigvalsh(matrix) / (2 * form.temperature)
+    values = values.reshape(-1, values.shape[-1])
     kernel = process.kernel.to(values)
     cross, spread = centered_kernel(kernel)
     size = (spread * kernel[-1, -1]).sqrt()  # √(u² + κ)
-    weights = torch.stack((cross + size, cross - size)) / (2 * form.temperature)
-    rows = (values[..., None, None, :] * weights[..., None]).movedim(-3, -2).flatten(-2)
-    constant = torch.full(rows.shape[:-1], 1 / process.tokens, dtype=rows.dtype, device=rows.device)
-    return QuadraticLaw(constant.flatten(), rows.flatten(0, -2))
+    base = values.new_full((len(values), process.tokens), 1 / process.tokens)
+
+    def weights(ratio: Tensor) -> Tensor:
+        return (
+            values[:, None, None, :]
+            .mul(torch.stack((ratio + 1, ratio - 1), -1)[..., None])
+            .flatten(-2)
+        )
+
+    def law(places: Tensor) -> QuadraticLaw:
+        both = torch.stack((cross + size, cross - size), -1)[places, :, None]
+        rows = (values[:, None, None, :] * both).flatten(-2)
+        return QuadraticLaw(base[:, places].flatten(), rows.flatten(0, 1))
+
+    if method == "exact" and process.tokens * 2 * values.shape[-1] >= _FAMILY:
+        rho = family_rho(size, cross, base, tolerance, weights=weights, law=law)
+    else:
+        rho = chance(law(torch.arange(process.tokens, device=values.device)), method)
+    return rho.view(*form.query.shape[:-2], process.tokens)
+
+
+def family_rho(
+    size: Float[Tensor, " tokens"],
+    cross: Float[Tensor, " tokens"],
+    base: Float[Tensor, "*heads tokens"],
+    tolerance: float | None,
+    *,
+    weights: Callable[[Tensor], Tensor],
+    law: Callable[[Tensor], QuadraticLaw],
+) -> Float[Tensor, "*heads tokens"]:
+    """ρ where the weights of a score are its size times a function of u over it.
+
+    Positions for which that is no good way, and without a `tolerance` those whose ρ is so small
+    that its relative digits would suffer, are taken one by one.
+    """
+    absolute = tolerance or 1e-11
+    flat = base.reshape(-1, base.shape[-1])
+    is_sized = size > 0
+    ratio = torch.where(is_sized, cross / torch.where(is_sized, size, 1.0), 0.0)
+    low, high = ratio.amin().item(), ratio.amax().item()
+    sizes = torch.where(is_sized, size, 1e-300)
+    rho = torch.full_like(flat, math.nan)
+    for count in _NODES if absolute > 1e-9 else _NODES[1:]:
+        nodes = QuadraticFamily.nodes(low, high, count).to(ratio)
+        rows = rho.isnan().all(-1).nonzero()[:, 0]
+        if len(rows):
+            family = QuadraticFamily(low, high, weights(nodes)[rows])
+            rho[rows] = family.between_0_and_1(flat[0, 0].item(), sizes, ratio, absolute)
+    left = rho.isnan() if tolerance else rho.isnan() | (rho < 1e-3)
+    places = left.any(0).nonzero()[:, 0]
+    if len(places):
+        exact = law(places).between(0.0, 1.0).view(len(rho), -1)
+        rho[:, places] = torch.where(left[:, places], exact, rho[:, places])
+    return rho.view(base.shape)
 
 
 def chance(law: QuadraticLaw, method: RhoMethod) -> Float[Tensor, " rows"]:
