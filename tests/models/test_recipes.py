@@ -123,7 +123,7 @@ def test_every_model_type_that_a_row_names_was_put_to_the_test() -> None:
     tested |= {observed(name).model.config.model_type for name in FAMILIES}
     tested |= {one.model_type for one in coverage.every() if one.status is not None}
     assert {kind for row in RECIPES for kind in row.model_types} <= tested
-    known = set(transformers_types())
+    known = {"locater", *transformers_types()}
     assert {kind for kinds in TRAITS.values() for kind in kinds} <= known
 
 

@@ -318,6 +318,8 @@ def _config_of(modules: Mapping[str, nn.Module], attention: str) -> Config:
     simple = {key: value for key, value in own.items() if isinstance(value, (bool, int, float))}
     if named:  # a config that names its family says all but the temperature of an unknown one
         simple = {key: simple[key] for key in ("scaling", "scale") if key in simple}
+    below = [modules.get(f"{attention}.{child}") for child in ("q_norm", "k_norm")]
+    simple["centered_norm"] = any(isinstance(norm, nn.LayerNorm) for norm in below)
     return ChainMap({key: value for key, value in config.items() if value is not None}, simple)
 
 

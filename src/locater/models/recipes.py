@@ -176,7 +176,7 @@ RECIPES: tuple[Recipe, ...] = (
     replace(_ANY, family="to_qkv", query="to_qkv", rotary=None),
     replace(_ANY, family="qkv", query="Wqkv"),
     replace(_ANY, family="qkv", query="qkv_proj"),
-    replace(_ANY, family="qkv", query="att_proj", rotary=None),
+    replace(_ANY, family="qkv", query="att_proj"),
 )
 
 _GEMMA4 = ("gemma4_text", "gemma4_unified_text", "diffusion_gemma_text", "embedding_gemma2_text",
@@ -218,7 +218,7 @@ TRAITS: Mapping[str, frozenset[str]] = {
         "normalizes inputs": "blt blt_local_encoder blt_local_decoder",
         "gain adds one": "gemma3_text t5gemma2_text t5gemma2_decoder qwen3_next qwen3_5_text "
         "qwen3_5_moe_text minimax_m3_vl_text qwen4_exp_text step3p5",
-        "centered norm": "cohere esmc stablelm",
+        "centered norm": "cohere esmc stablelm locater",
         "normalized after turning": "hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl_text",
         "scaled latents": "longcat_flash dots3_note_text",
         # tensors and masks

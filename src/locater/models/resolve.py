@@ -484,7 +484,9 @@ class _Site:
             gain=gain,
             bias=bias,
             adds_one=self.has("gain adds one") and self.recipe.family != "gguf",
-            is_centered=bias is not None or self.has("centered norm"),
+            is_centered=bias is not None
+            or self.has("centered norm")
+            or self.config.get("centered_norm") is True,
             over_all=size is not None and shape == (rows,) and rows != size,
             eps=float(first_of(self.config, *NORM_EPS) or 1e-6),
         )

@@ -1,0 +1,169 @@
+"""Norms between projection and product, taken at their root mean square: how far that goes.
+
+MATH: for Gaussian tokens ‖y‖ concentrates, and what a form leaves out is of the size of its
+relative deviation.  The truth is the normalized attention itself, sampled.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from locater import QKForm, TokenProcess, propagation
+from locater.core.form import HeadNorm
+from locater.core.score import SampledHeads
+from locater.models.live import find_attention
+from locater.paper.lab.settings import TrainConfig
+from locater.paper.lab.train import load_trained, train
+
+MODEL, HEAD, TOKENS, COUNT = 96, 48, 24, 2_000
+
+
+def normed(seed: int = 0) -> QKForm:
+    """Two heads with gains and RMS norms, at the root mean square for Σ = I."""
+    generator = torch.Generator().manual_seed(seed)
+    sides, norms = [], []
+    shared = torch.randn(2, HEAD, MODEL, generator=generator, dtype=torch.float64)
+    for _ in range(2):
+        own = torch.randn(2, HEAD, MODEL, generator=generator, dtype=torch.float64)
+        rows = (shared + own) / math.sqrt(MODEL)
+        gain = 0.5 + 2 * torch.rand(2, HEAD, 1, generator=generator, dtype=torch.float64)
+        norm = HeadNorm(rows, torch.ones(2))
+        size = norm.mean_square().sqrt()
+        norms.append(replace(norm, size=size))
+        sides.append(rows * gain * math.sqrt(HEAD) / size[:, None, None])
+    return QKForm(*sides, math.sqrt(HEAD), query_norm=norms[0], key_norm=norms[1])
+
+
+def colored(seed: int = 1) -> Tensor:
+    """A covariance whose eigenvalues span a factor of ten."""
+    generator = torch.Generator().manual_seed(seed)
+    basis, _ = torch.linalg.qr(torch.randn(MODEL, MODEL, generator=generator, dtype=torch.float64))
+    return basis * torch.logspace(-0.5, 0.5, MODEL, dtype=torch.float64) @ basis.mT
+
+
+def sampled(process: TokenProcess, count: int, seed: int = 2) -> Tensor:
+    """Sequences of the process."""
+    generator = torch.Generator().manual_seed(seed)
+    white = torch.randn(count, TOKENS, MODEL, generator=generator, dtype=torch.float64)
+    assert process.covariance is not None
+    rooted = white @ torch.linalg.cholesky(process.covariance).mT
+    return torch.linalg.cholesky(process.kernel) @ rooted
+
+
+def true_logits(form: QKForm, tokens: Tensor) -> Tensor:
+    """(samples, heads, tokens): last queries on all keys, each divided by its own norm."""
+    sides = []
+    for factor, norm in ((form.query, form.query_norm), (form.key, form.key_norm)):
+        assert norm is not None
+        gain = factor * (norm.size[:, None, None] / math.sqrt(HEAD))  # diag(g) W
+        raw = torch.einsum("ntm,hdm->nhtd", tokens, norm.rows)
+        length = raw.norm(dim=-1, keepdim=True) / math.sqrt(HEAD)
+        sides.append(torch.einsum("ntm,hdm->nhtd", tokens, gain) / length)
+    query, key = sides
+    return (query[:, :, -1:] @ key.mT)[:, :, 0] / form.temperature
+
+
+def gate(logits: Tensor) -> Tensor:
+    """ρ of samples, by Definition 1: how often 0 ≤ (ω_i − mean ω + 1)/T ≤ 1."""
+    score = (1 + logits - logits.mean(-1, keepdim=True)) / TOKENS
+    return ((score >= 0) & (score <= 1)).double().mean(0)
+
+
+@pytest.mark.statistical
+def test_the_deviation_is_how_far_the_norm_strays() -> None:
+    form, covariance = normed(), colored()
+    assert form.query_norm is not None
+    process = replace(TokenProcess.named("independent", TOKENS), covariance=covariance)
+    rows = sampled(process, COUNT).flatten(0, 1)
+    length = torch.einsum("nm,hdm->nhd", rows, form.query_norm.rows).norm(dim=-1)
+    expected = form.query_norm.deviation(covariance)
+    strays = length.std(0) / length.square().mean(0).sqrt()
+    assert torch.allclose(strays, expected, rtol=0.05)
+    assert torch.allclose(
+        length.square().mean(0), form.query_norm.mean_square(covariance), rtol=0.01
+    )
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize("name", ["autoregressive", "unit-walk"])
+def test_rho_of_normalized_attention_follows_from_the_form(name: str) -> None:
+    """What is left out is of the second order in the norm's deviation; growing tokens included."""
+    form, covariance = normed(), colored()
+    assert form.query_norm is not None and form.key_norm is not None
+    process = replace(TokenProcess.named(name, TOKENS), covariance=covariance)
+    tokens = sampled(process, COUNT)
+    logits = true_logits(form, tokens)
+    error = (propagation(form, process).rho - gate(logits)).abs()
+    strays = max(one.deviation(covariance).max() for one in (form.query_norm, form.key_norm))
+    noise = 0.5 / math.sqrt(COUNT)
+    assert 0.1 < strays < 0.2
+    assert error.mean() < noise + strays**2 / 2
+    assert error.max() < 4 * noise + strays**2
+    assert torch.allclose(SampledHeads.of(form, tokens).logits(), logits, atol=1e-10)
+
+
+def test_the_size_of_weights_before_a_norm_changes_nothing() -> None:
+    form, covariance = normed(), colored()
+    assert form.query_norm is not None and form.key_norm is not None
+    large = replace(
+        form,
+        query=7 * form.query,
+        query_norm=replace(form.query_norm, rows=7 * form.query_norm.rows),
+    )
+    ours, theirs = form.under(covariance), large.under(covariance)
+    assert torch.allclose(ours.query, theirs.query)
+    assert torch.allclose(form.spectrum(covariance).r, large.spectrum(covariance).r)
+    assert torch.allclose(form[1].under(covariance).query, ours.query[1])
+
+
+def test_a_trained_model_with_qk_norm_has_the_logits_of_its_form(tmp_path: Path) -> None:
+    """Up to the stated deviation of its norms, for the tokens that it reads."""
+    words = ("attention", "looks", "at", "late", "tokens", "and", "early", "ones", "of", "text")
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.randint(len(words), (300, 12), generator=generator).tolist()
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(" ".join(words[word] for word in line) for line in draws) + "\n")
+    config = TrainConfig(
+        corpus="text.txt", dim=32, layers=2, tokens=16, batch=8, steps=60, learning_rate=1e-2,
+        measure_every=60, scale_strength=0.0, mean_strength=0.0, stabilizer="qk-norm",
+    )  # fmt: skip
+    train(config, tmp_path / "run", data=str(text), checkpoint_every=60, trackers=())
+    model, _ = load_trained(tmp_path / "run", data=str(text))
+    for live in find_attention(model.double().requires_grad_(False)):
+        module, seen = live.module, []
+        assert module is not None
+        handle = module.q_proj.register_forward_pre_hook(
+            lambda _, args, seen=seen: seen.append(args[0])
+        )
+        with torch.no_grad():
+            model(torch.randint(0, 10, (64, 16), generator=generator))
+        handle.remove()
+        tokens = seen[0].detach()
+        flat = tokens.flatten(0, 1)
+        form = live.form().under(flat.T.cov(), flat.mean(0))
+        assert form.query_norm is not None and form.key_norm is not None
+        exact = SampledHeads.of(form, tokens).logits()
+        plain = replace(form, query_norm=None, key_norm=None)
+        error = SampledHeads.of(plain, tokens).logits() - exact
+        error, exact = (one - one.mean(-1, keepdim=True) for one in (error, exact))
+        moments = (flat.T.cov(), flat.mean(0))
+        strays = [one.deviation(*moments) for one in (form.query_norm, form.key_norm)]
+        relative = (error.square().mean((0, 2)) / exact.square().mean((0, 2))).sqrt()
+        assert bool((relative < 1.5 * torch.hypot(*strays)).all())
+        assert 0.01 < torch.hypot(*strays).max() < 0.6
+        query, key = (
+            norm(projection(tokens).unflatten(2, (-1, module.head_dim)).transpose(1, 2))
+            for norm, projection in (
+                (module.q_norm, module.q_proj),
+                (module.k_norm, module.k_proj),
+            )
+        )
+        own = (query[:, :, -1:] @ key.mT)[:, :, 0].detach() * module.scaling
+        own = own - own.mean(-1, keepdim=True)
+        assert torch.allclose(own, exact, atol=1e-4 * own.abs().max().item())
