@@ -1,11 +1,13 @@
-"""Claim: a probe at every=100 takes under 1 % of training, and 10 times less memory than T × T.
+"""Claim: all rows' numbers cost 1.3 fused attentions, and under 1 % of training at every=100.
 
-One thread, CPU time.  A training step of GPT-2 small's shape (SDPA, AdamW) without a probe, and
-with one that measures every step, its last query or all queries; turns are taken, so that all
-see the same machine.  `output_attentions=True` on eager attention is the usual way to them.
-Steps differ by more than a probe takes, so its own work is also timed by a clock around it, and the
-counter that runs between measurements on a model that does nothing.
-Memory is the peak above the model and its inputs, at 4,096 tokens, each in a process of its own.
+One thread, CPU time.  One attention of 12 heads of 64, causal, at T = 1,024, 4,096 and 16,384: the
+attention itself; all rows' entropy, distance, first and own key from one more fused attention; all
+that a probe takes of all queries (also the largest logit and the last query by key); the same with
+every row written out in blocks, as it was before; and the matrix that `output_attentions` gives,
+with entropy from it.  Memory is the peak above the inputs, each in a process of its own.
+Then a training step of GPT-2 small's shape (SDPA, AdamW), and by a clock around it a probe's own
+work in it; and what a pass takes more that is not measured, on a model that does nothing.
+`bench_probe.py rows 4096` and `bench_probe.py step` run one part.
 """
 
 from __future__ import annotations
@@ -19,91 +21,120 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import Timing, cpu_time, ratio
+from timing import Timing, cpu_time
 from torch import nn
 from torch.nn import functional
 
 from locater import Probe
+from locater.probe.rows import RealQueries, ScoredKeys, fused_rows, tally
 
-TOKENS, LONG = 512, 4096
+LENGTHS, STEP_TOKENS = (1024, 4096, 16384), 512
+VARIANTS = ("attention", "all rows", "probe", "written out", "output_attentions")
 
 
 def memory(what: str) -> float:
-    """This process' memory in MB: VmRSS now, VmHWM at most since `forget_peak` (Linux)."""
+    """This process' memory in MB: VmRSS now, VmHWM at most since it was last cleared (Linux)."""
     (line,) = re.findall(rf"{what}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     return int(line) / 1024
 
 
-def forget_peak() -> None:
+def work(variant: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
+    attention = ScoredKeys(query=query, key=key, scale=0.125, is_causal=True)
+    if variant == "attention":
+        return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    if variant == "all rows":
+        return fused_rows(attention, RealQueries.of(attention), slice(0, 1))
+    if variant == "probe":
+        return tally(attention, "all", "last")
+    if variant == "written out":
+        return tally(attention, "all")
+    logits = query @ key.mT * 0.125
+    hidden = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1)
+    weights = logits.masked_fill_(hidden, -torch.inf).softmax(-1)
+    return torch.special.entr(weights).sum(-1).mean(), weights @ value
+
+
+def one(variant: str, tokens: int, repeats: int) -> None:
+    """CPU seconds and peak memory of one variant."""
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(0)
+    inputs = [1.5 * torch.randn(1, 12, tokens, 64, generator=generator) for _ in range(3)]
+    work(variant, *(part[:, :, :64] for part in inputs))  # libraries load here
     Path("/proc/self/clear_refs").write_text("5")
+    before, seconds = memory("VmRSS"), []
+    for _ in range(repeats):
+        start = time.process_time()
+        work(variant, *inputs)
+        seconds.append(time.process_time() - start)
+    print(json.dumps({"memory": memory("VmHWM") - before, "seconds": seconds}))
+
+
+def rows(tokens: int) -> None:
+    """A table of all variants at one length."""
+    repeats, matrix = {1024: 9, 4096: 3}.get(tokens, 1), 4 * 12 * tokens**2 / 1e9
+    found: dict[str, dict[str, Any]] = {}
+    print(f"12 heads of 64, T = {tokens}, causal: CPU time, of the attention's, peak memory")
+    for name in VARIANTS:
+        if name == "output_attentions" and 2.2 * matrix > available():
+            print(f"  {name}: not run, a matrix has {matrix:.1f} GB")
+            continue
+        found[name] = in_process("one", name, str(tokens), str(repeats))
+        times, base = Timing(found[name]["seconds"]), Timing(found["attention"]["seconds"]).median
+        most = found[name]["memory"]
+        print(f"  {name}: {times}, {times.median / base:.2f}x, {most:.0f} MB", flush=True)
+
+
+def available() -> float:
+    """Memory that is free, in GB (Linux)."""
+    (line,) = re.findall(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    return int(line) / 1e6
 
 
 def step(repeats: int) -> None:
-    """Training steps with and without a probe, by turns; what each took more than the plain one."""
+    """A training step, plain and with `output_attentions`, and a probe's own work in one."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.set_num_threads(1)
-    model: Any = GPT2LMHeadModel(GPT2Config(attn_implementation="sdpa"))
-    eager: Any = GPT2LMHeadModel(GPT2Config(attn_implementation="eager"))
-    eager.load_state_dict(model.state_dict())
-    tokens = torch.randint(50257, (1, TOKENS), generator=torch.Generator().manual_seed(0))
-    optimizers = {id(one): torch.optim.AdamW(one.parameters(), lr=1e-5) for one in (model, eager)}
+    tokens = torch.randint(50257, (1, STEP_TOKENS), generator=torch.Generator().manual_seed(0))
+    seconds: dict[str, list[float]] = {}
+    for kind in ("sdpa", "eager"):
+        model: Any = GPT2LMHeadModel(GPT2Config(attn_implementation=kind))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+        probes = {
+            "last query": Probe(model, keep=0),
+            "all queries": Probe(model, queries="all", keep=0),
+            "all, written out": Probe(model, queries="all", profiles="all", keep=0),
+        }
+        for turn in range(repeats + 1):
+            for name, probe in {kind: None, **(probes if kind == "sdpa" else {})}.items():
+                spent = [0.0]
+                if probe is not None:
+                    clock(probe, spent)
+                    probe.attach()
+                start = time.process_time()
+                optimizer.zero_grad()
+                model(tokens, labels=tokens, output_attentions=kind == "eager").loss.backward()
+                optimizer.step()
+                took = time.process_time() - start
+                if probe is not None:
+                    probe.detach()
+                if turn:
+                    seconds.setdefault(name, []).append(took if probe is None else spent[0])
+    print(json.dumps(seconds))
 
-    def train(one: Any, **more: Any) -> None:
-        optimizers[id(one)].zero_grad()
-        one(tokens, labels=tokens, **more).loss.backward()
-        optimizers[id(one)].step()
 
-    def probed(**settings: Any) -> None:
-        with Probe(model, keep=0, **settings):
-            train(model)
+def clock(probe: Probe, spent: list[float]) -> None:
+    """Add what a probe's own work takes up."""
+    for name in ("attention_called", "attention_ends", "pass_ends"):
+        method = getattr(type(probe), name).__get__(probe)
 
-    variants = {
-        "plain": lambda: train(model),
-        "last query": lambda: probed(),
-        "all queries": lambda: probed(queries="all"),
-        "eager": lambda: train(eager),
-        "output_attentions": lambda: train(eager, output_attentions=True),
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
-    for turn in range(repeats + 1):
-        for name, work in variants.items():
+        def timed(*args: Any, method: Any = method) -> Any:
             start = time.process_time()
-            work()
-            if turn:
-                seconds[name].append(time.process_time() - start)
-    print(json.dumps(seconds))
+            result = method(*args)
+            spent[0] += time.process_time() - start
+            return result
 
-
-def alone(repeats: int) -> None:
-    """CPU seconds that a measured pass spends in the probe's own work, by a clock around it."""
-    from transformers import GPT2Config, GPT2Model
-
-    torch.set_num_threads(1)
-    model = GPT2Model(GPT2Config(attn_implementation="sdpa")).train()
-    tokens = torch.randint(50257, (1, TOKENS), generator=torch.Generator().manual_seed(0))
-    seconds: dict[str, list[float]] = {"last": [], "all": []}
-    for turn in range(repeats + 1):
-        for queries, found in seconds.items():
-            probe = Probe(model, queries=queries, keep=0)  # type: ignore[arg-type]
-            spent = [0.0]
-
-            def clocked(work: Any, spent: list[float] = spent) -> Any:
-                def timed(*args: Any) -> Any:
-                    start = time.process_time()
-                    result = work(*args)
-                    spent[0] += time.process_time() - start
-                    return result
-
-                return timed
-
-            probe._heard = clocked(probe._heard)  # type: ignore[method-assign]
-            probe._left = clocked(probe._left)  # type: ignore[method-assign]
-            with probe, torch.no_grad():
-                model(tokens)
-            if turn:
-                found.append(spent[0])
-    print(json.dumps(seconds))
+        setattr(probe, name, timed)
 
 
 class Nothing(nn.Module):
@@ -118,62 +149,16 @@ def between(repeats: int) -> None:
     torch.set_num_threads(1)
     model, inputs, calls = Nothing(), torch.zeros(1), 20_000
 
-    def work() -> None:
+    def run() -> None:
         for _ in range(calls):
             model(inputs)
 
-    plain = cpu_time(work, repeats=repeats)
+    plain = cpu_time(run, repeats=repeats)
     with Probe(model, every=10**9):
         model(inputs)
-        counted = cpu_time(work, repeats=repeats)
+        counted = cpu_time(run, repeats=repeats)
     more = [(b - a) / calls for a, b in zip(plain.seconds, counted.seconds, strict=True)]
     print(json.dumps({"seconds": more}))
-
-
-class Fused(nn.Module):
-    """Twelve heads of 64, as in GPT-2 small."""
-
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-
-
-def materialized(query: torch.Tensor, key: torch.Tensor) -> float:
-    """Mean entropy and propagation from the attention matrix, as one would write it down."""
-    logits = query @ key.mT / query.shape[-1] ** 0.5
-    visible = torch.ones(logits.shape[-2:], dtype=torch.bool).tril()
-    weights = logits.masked_fill(~visible, -torch.inf).softmax(-1)
-    entropy = torch.special.entr(weights).sum(-1).mean()
-    count = visible.sum(-1, keepdim=True)
-    mean = logits.masked_fill(~visible, 0).sum(-1, keepdim=True) / count
-    score = (logits - mean + 1) / count
-    rho = ((score >= 0) & (score <= 1) & visible).sum(2) / visible.sum(0)
-    return entropy.item() + rho.mean().item()
-
-
-def peak(variant: str) -> None:
-    """Peak memory above the inputs at 4,096 tokens."""
-    torch.set_num_threads(1)
-    generator = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(1, 12, LONG, 64, generator=generator) for _ in range(3)]
-    small = [one[:, :, :64] for one in inputs]
-    model = Fused()
-
-    def work(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        if variant == "materialized":
-            model(query, key, value)
-            materialized(query, key)
-        elif variant == "plain":
-            model(query, key, value)
-        else:
-            with Probe(model, queries="all" if variant == "all queries" else "last", keep=0):
-                model(query, key, value)
-
-    work(*small)  # libraries load here, not in the measurement
-    forget_peak()
-    before = memory("VmRSS")
-    start = time.process_time()
-    work(*inputs)
-    print(json.dumps({"memory": memory("VmHWM") - before, "seconds": time.process_time() - start}))
 
 
 def in_process(*arguments: str) -> dict[str, Any]:
@@ -183,52 +168,32 @@ def in_process(*arguments: str) -> dict[str, Any]:
     return results
 
 
+def training() -> None:
+    found = {name: Timing(seconds) for name, seconds in in_process("steps", "3").items()}
+    plain, counting = found["sdpa"], Timing(in_process("between", "5")["seconds"]).median
+    print(f"GPT-2 small's shape, a training step of {STEP_TOKENS} tokens: {plain}")
+    print(f"  eager with output_attentions: {found['eager']}")
+    print(f"  a pass that is not measured: {1e6 * counting:.2g} µs more")
+    for name in ("last query", "all queries", "all, written out"):
+        share = 100 * found[name].median / plain.median
+        rare = share / 100 + 100 * counting / plain.median
+        print(f"  {name}: {found[name]}, {share:.2f} % of a step; at every=100 {rare:.3f} %")
+
+
 def main() -> None:
-    steps = {name: Timing(seconds) for name, seconds in in_process("step", "3").items()}
-    plain = steps["plain"]
-    print(f"GPT-2 small's shape, a step of {TOKENS} tokens: {plain} plain, {steps['eager']} eager")
-    counting = Timing(in_process("between", "7")["seconds"])
-    print(f"  a forward pass that is not measured: {1e6 * counting.median:.2g} µs more")
-    for name in ("last query", "all queries", "output_attentions"):
-        base = steps["eager"] if name == "output_attentions" else plain
-        more = [a - b for a, b in zip(steps[name].seconds, base.seconds, strict=True)]
-        share = Timing([100 * one / base.median for one in more])
-        line = (
-            f"  {name}: {steps[name]}, {share.median:.1f} % "
-            f"[{min(share.seconds):.1f}, {max(share.seconds):.1f}] more than "
-            f"{'eager' if base is not plain else 'plain'}; {ratio(steps[name], plain)} of plain"
-        )
-        if base is plain:
-            rare = [one / 100 + 100 * counting.median / plain.median for one in share.seconds]
-            line += f"; at every=100 {Timing(rare).median:.3f} % [{min(rare):.3f}, {max(rare):.3f}]"
-        print(line)
-    for name, seconds in in_process("alone", "5").items():
-        own = Timing([100 * one / plain.median for one in seconds])
-        print(
-            f"  the probe's own work, {name} queries, by a clock: {Timing(seconds)}, "
-            f"{own.median:.2f} % [{min(own.seconds):.2f}, {max(own.seconds):.2f}] of a step"
-        )
-    names = ("plain", "last query", "all queries", "materialized")
-    runs = {name: [in_process("peak", name) for _ in range(3)] for name in names}
-    print(f"12 heads, {LONG} tokens, causal: peak memory above the inputs, CPU seconds")
-    most = [one["memory"] for one in runs["materialized"]]
-    for name in names:
-        found = [one["memory"] for one in runs[name]]
-        seconds = Timing([one["seconds"] for one in runs[name]])
-        low, high = min(most) / max(found), max(most) / min(found)
-        print(
-            f"  {name}: {sorted(found)[1]:.0f} MB [{min(found):.0f}, {max(found):.0f}], "
-            f"{seconds}; {sorted(most)[1] / sorted(found)[1]:.3g}x [{low:.3g}, {high:.3g}] "
-            "less than materialized"
-        )
+    for tokens in LENGTHS:
+        rows(tokens)
+    training()
 
 
 if __name__ == "__main__":
     if len(sys.argv) == 1:
         main()
+    elif sys.argv[1] == "one":
+        one(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
     else:
-        work: dict[str, Any] = {"step": step, "between": between, "alone": alone}
-        if sys.argv[1] in work:
-            work[sys.argv[1]](int(sys.argv[2]))
+        parts: dict[str, Any] = {"rows": rows, "steps": step, "between": between}
+        if sys.argv[1] == "step":
+            training()
         else:
-            peak(sys.argv[2])
+            parts[sys.argv[1]](int(sys.argv[2]))

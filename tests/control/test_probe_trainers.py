@@ -14,7 +14,7 @@ from tests.control.test_trainers import Texts, arguments, gpt2
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from locater import Probe
 from locater.control.trainers import ProbeCallback, ProbeLightning, ProbeMixin
@@ -67,6 +67,30 @@ def test_the_hugging_face_trainer_logs_what_was_measured(way: str, tmp_path: Pat
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours, theirs)
     assert not model._forward_hooks and not model._forward_pre_hooks
+
+
+class Tracker(TrainerCallback):
+    """Stands in for W&B's and trackio's callbacks, which send what `on_log` is given."""
+
+    def __init__(self) -> None:
+        self.sent: list[dict[str, Any]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.sent.append(dict(kwargs["logs"]))
+
+
+@pytest.mark.parametrize("way", ["mixin", "callback"])
+def test_trackers_are_sent_every_head(way: str, tmp_path: Path) -> None:
+    tracker, settings = Tracker(), {"every": 1, "per_head": True, "queries": "all"}
+    given: dict[str, Any] = {"train_dataset": Texts(2), "callbacks": [tracker]}
+    if way == "mixin":
+        Watched(gpt2(), arguments(tmp_path, max_steps=1), probe=settings, **given).train()
+    else:
+        given["callbacks"] = [ProbeCallback(settings), tracker]
+        Trainer(gpt2(), arguments(tmp_path, max_steps=1), **given).train()
+    (sent,) = [one for one in tracker.sent if "loss" in one]
+    heads = [sent[f"locater/layer_1/head_{head}/entropy"] for head in range(gpt2().config.n_head)]
+    assert sum(heads) / len(heads) == pytest.approx(sent[ENTROPY])
 
 
 class Lit(lightning.LightningModule):

@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
@@ -385,6 +386,32 @@ def test_metrics_are_plain_numbers_by_layer() -> None:
     first = [one for one in probe.records if one.layer == 0]
     assert metrics["locater/layer_0/entropy"] == sum(one.entropy for one in first) / 2
     assert metrics["locater/layer_0/max_logit"] == max(one.max_logit for one in first)
+
+
+def test_every_head_is_in_the_metrics_where_asked_and_in_a_file_of_lines(tmp_path: Path) -> None:
+    model = Stack()
+    with torch.no_grad():
+        model.layers[1].q_proj.weight[4:] *= 9  # type: ignore[union-attr, index]
+    with Probe(model, per_head=True, queries="all") as probe:
+        model(randn(4, 6, 8))
+    metrics, records = probe.metrics(), probe.records
+    for one in records:
+        label = f"locater/layer_{one.layer}/head_{one.head}"
+        for name in ("entropy", "max_logit", "sink_mass", "own_mass", "distance"):
+            assert metrics[f"{label}/{name}"] == getattr(one, name)
+    probe.to_jsonl(tmp_path / "heads.jsonl", step=3)
+    probe.to_jsonl(tmp_path / "heads.jsonl", step=4)
+    lines = [json.loads(line) for line in (tmp_path / "heads.jsonl").read_text().splitlines()]
+    assert [(one["step"], one["layer"], one["head"]) for one in lines] == [
+        (step, one.layer, one.head) for step in (3, 4) for one in records
+    ]
+    assert [one["entropy"] for one in lines[:4]] == [one.entropy for one in records]
+    low = min(records, key=lambda one: one.entropy / one.max_entropy)
+    loud = max(records, key=lambda one: one.max_logit)
+    assert (low.layer, low.head) == (loud.layer, loud.head) == (1, 1)
+    line = probe.summary()
+    assert line.startswith("4 heads: entropy ") and line.count("layer 1, head 1") == 2
+    assert f"({low.entropy:.3g} nats)" in line and f"logit {loud.max_logit:.3g} in" in line
 
 
 def test_alarms_name_the_rule_and_its_numbers_and_fire_once() -> None:

@@ -77,6 +77,7 @@ def run(arguments: Sequence[str]) -> None:
         for done in probe.run(blocks, batch=command.batch):
             report(done, len(blocks))
     data = _selected(probe, command.layers) | {"blocks": len(blocks), "tokens": command.tokens}
+    say(plain(probe.summary()))
     for name in data["unseen"]:
         say(plain(f"note: {name} did nothing that could be seen."))
     if command.out is not None:

@@ -61,8 +61,8 @@ def flex_logits(
     if score_mod is not None and score_mod(one, zero, zero, zero, zero) is one:
         score_mod = None
     return ScoredKeys(
-        query=query.detach(),
-        key=key.detach().expand(query.shape[0], *key.shape[1:]),
+        query=query,
+        key=key.expand(query.shape[0], *key.shape[1:]),
         scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
         score_mod=None if score_mod is None else _mapped(score_mod, scores=1),
         mask_mod=None if mask_mod is None else _mapped(mask_mod, scores=0),
@@ -103,7 +103,6 @@ def _flash_logits(original: Any, frame: Any, *args: Any, **kwargs: Any) -> Logit
         query, key = given["qkv"].unbind(2)[:2]
     else:
         query, key = given["q"], given["kv"].unbind(2)[0] if "kv" in given else given["k"]
-    query, key = query.detach(), key.detach()
     ends: list[Any] = [given.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k")]
     if ends[0] is None:
         sizes = [torch.full((len(query),), one.shape[1], device=one.device) for one in (query, key)]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -88,6 +90,17 @@ class MeasuredHead:
         return plain | {"rho_error": _plain(self.rho.standard_error)}
 
 
+_METRICS = ("entropy", "max_logit", "sink_mass", "own_mass", "distance")
+_NUMBERS = (
+    *("name", "layer", "head", "kind", "entropy", "entropy_error", "max_entropy", "max_logit"),
+    *("sink_mass", "own_mass", "distance", "rows", "queries"),
+)
+
+
+def _where(head: MeasuredHead) -> str:
+    return f"{head.name if head.layer is None else f'layer {head.layer}'}, head {head.head}"
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, Profile):
         return _plain(value.rho)
@@ -120,6 +133,7 @@ class Probe(Recorder):
         generator: torch.Generator | None = None,
         rules: AlarmRules | None = None,
         strict: bool = True,
+        per_head: bool = False,
         recipes: Sequence[Recipe] = RECIPES,
     ) -> None:
         """Look at `queries` of each sequence, in one of `every` forward passes of the model.
@@ -130,6 +144,7 @@ class Probe(Recorder):
         limits it to the model's training or evaluation mode.
         `keep` bytes of attention inputs in all are kept for `process`.  Logits that are NaN or
         infinite are an error that ends the pass; with `strict=False` an alarm, and not counted.
+        `per_head` puts every head's numbers among the metrics.
         """
         profiles = ("last" if queries == "all" else queries) if profiles is None else profiles
         _check(queries, profiles, every, when, keep)
@@ -138,7 +153,7 @@ class Probe(Recorder):
         self.queries, self.profiles, self.every, self.when = queries, profiles, every, when
         self.generator = generator or torch.Generator().manual_seed(0)
         self._keep, self._keep_each = keep, keep // max(len(self.places), 1)
-        self._strict = strict
+        self._strict, self._per_head = strict, per_head
         self._nothing_to_measure: dict[str, LocaterError] = {}
         self._book = AlarmBook(rules or AlarmRules())
         self._results: dict[str, _Results] = {}
@@ -219,10 +234,31 @@ class Probe(Recorder):
         metrics = {
             f"locater/{label}/{name}": value
             for label, results in zip(labels([one.place for one in found]), found, strict=True)
-            for name, value in results.metrics().items()
+            for name, value in results.metrics(per_head=self._per_head).items()
             if math.isfinite(value)
         }
         return metrics | {"locater/alarms": float(len(self.alarms))}
+
+    def summary(self) -> str:
+        """One line: how sharp attention is, and where it is sharpest and loudest."""
+        heads = self.records
+        low = min(heads, key=lambda one: one.entropy / one.max_entropy)
+        loud = max(heads, key=lambda one: one.max_logit)
+        share = mean(one.entropy / one.max_entropy for one in heads)
+        return (
+            f"{len(heads)} heads: entropy {share:.0%} of ln T on average, lowest "
+            f"{low.entropy / low.max_entropy:.0%} ({low.entropy:.3g} nats) in {_where(low)}; "
+            f"largest logit {loud.max_logit:.3g} in {_where(loud)}; {len(self.alarms)} alarms."
+        )
+
+    def to_jsonl(self, path: str | Path, **more: Any) -> None:
+        """Append a line of plain numbers for every head to a file, with `more` (a step) in each."""
+        lines = [
+            json.dumps({**more, **{name: one.as_dict()[name] for name in _NUMBERS}})
+            for one in self.records
+        ]
+        with Path(path).open("a", encoding="utf-8") as file:
+            file.write("".join(f"{line}\n" for line in lines))
 
     def pass_begins(self) -> bool:
         """Count a forward pass; whether it is one to measure."""
@@ -435,8 +471,8 @@ class _Results:
         where = self.place.name, self.place.layer
         return TokenRank(*where, similarity, effective, residual, sequences=len(every))
 
-    def metrics(self) -> dict[str, float]:
-        """Averages over the heads, and of the tokens."""
+    def metrics(self, *, per_head: bool) -> dict[str, float]:
+        """Averages over the heads, and of the tokens; where asked for each head's own."""
         metrics: dict[str, float] = {}
         heads, rank = self.heads(), self.rank()
         if heads:
@@ -448,6 +484,10 @@ class _Results:
                 "sink_mass": mean(head.sink_mass for head in heads),
                 "own_mass": mean(head.own_mass for head in heads),
                 "distance": mean(head.distance for head in heads),
+            }
+        if per_head:
+            metrics |= {
+                f"head_{one.head}/{name}": getattr(one, name) for one in heads for name in _METRICS
             }
         names = ("similarity", "effective_rank", "residual") if rank is not None else ()
         return metrics | {name: getattr(rank, name) for name in names}

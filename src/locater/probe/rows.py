@@ -388,7 +388,8 @@ def largest_logits(
     is -inf.
     """
     batch, heads, queries, keys = attention.shape
-    if isinstance(attention, ScoredKeys) and heads > 1:
+    is_large = bounds is not None or heads * queries * keys > block
+    if isinstance(attention, ScoredKeys) and heads > 1 and is_large:
         every = [None] * heads if bounds is None else bounds.split(1, 1)
         by_head = [
             largest_logits(attention.head(one), every[one], block=block) for one in range(heads)

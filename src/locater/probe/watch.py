@@ -77,6 +77,9 @@ class Recorder:
     Every thread has passes of its own: what belongs to one is kept in `now`, the rest under `lock`.
     """
 
+    keeps_graph = False
+    """Whether `attention_called` may differentiate what it is given."""
+
     def __init__(self, model: nn.Module, attentions: Sequence[LiveAttention]) -> None:
         self.model = model
         self.places = {
@@ -322,7 +325,7 @@ class _Watch(TorchFunctionMode):
         if known is None and (reader is _softmax_logits or not self.frames):
             return
         frame = known or self._named_by_call(self.frames[-1])
-        with torch.no_grad():
+        with torch.set_grad_enabled(self.recorder.keeps_graph and torch.is_grad_enabled()):
             self._report(frame, reader(frame, *args, **kwargs))
 
     def see_in(
@@ -414,8 +417,8 @@ def _fused_logits(
     """The logits of scaled_dot_product_attention, whose heads are the axis before the queries."""
     if query.is_nested or key.is_nested:
         return None
-    query, key = (local(side).detach() for side in (query, key))
-    masks: tuple[Tensor, ...] = () if attn_mask is None else (local(attn_mask).detach(),)
+    query, key = local(query), local(key)
+    masks: tuple[Tensor, ...] = () if attn_mask is None else (local(attn_mask),)
     heads = frame.place.layout.heads if frame.place and frame.place.layout else 1
     if query.ndim < 4:
         split = heads if query.ndim == 3 and query.shape[0] % heads == 0 else 1
@@ -449,7 +452,7 @@ def _softmax_logits(
     layout = frame.place.layout if frame.place else None
     if layout is None or dim not in (-1, input.ndim - 1) or not input.is_floating_point():
         return None
-    logits = local(input).detach()
+    logits = local(input)
     sinks = int(isinstance(getattr(frame.module, "sinks", None), Tensor))  # learned, of no token
     if logits.ndim == 3 and logits.shape[0] % layout.heads == 0:
         return SoftmaxInput(logits.unflatten(0, (-1, layout.heads)), sinks)
@@ -529,8 +532,8 @@ def _scored(
     visible = [~one if one.dtype == torch.bool else one for one in masks]
     missing = [keys - one.shape[-1] for one in visible]  # keys that were added see everybody
     return ScoredKeys(
-        query=query.detach(),
-        key=key.detach(),
+        query=query,
+        key=key,
         scale=1 / math.sqrt(query.shape[-1]),
         extra=extra,
         is_self=is_self,
