@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
-collect_ignore = ["worker.py", "workers.py", "probe_worker.py", "lab_worker.py"]  # scripts
+collect_ignore = [  # scripts
+    *("worker.py", "workers.py", "probe_worker.py", "stabilizer_worker.py", "lab_worker.py")
+]
 
 
 @pytest.fixture(scope="session")
 def on_two_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `workers.py` wrote: `penalty.json` and `probe.json`."""
+    """What `workers.py` wrote: `penalty.json`, `probe.json` and `stabilizers.json`."""
     out = tmp_path_factory.mktemp("distributed")
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),

@@ -1,9 +1,10 @@
-"""Run by torchrun on two gloo processes, once for the tests of the penalty and of the probe."""
+"""Run by torchrun on two gloo processes, once for all that is tested on them."""
 
 import sys
 from pathlib import Path
 
 import probe_worker
+import stabilizer_worker
 import worker
 from torch import distributed
 
@@ -11,4 +12,5 @@ if __name__ == "__main__":
     distributed.init_process_group("gloo")
     worker.main(Path(sys.argv[1]) / "penalty.json")
     probe_worker.main(Path(sys.argv[1]) / "probe.json")
+    stabilizer_worker.main(Path(sys.argv[1]) / "stabilizers.json")
     distributed.destroy_process_group()

@@ -600,7 +600,7 @@ def _fused_part(
     query, key = (functional.pad(one, (0, 8 - width % 8)) for one in (query, key - middle))
     value = key.clone()
     value[..., width] = torch.arange(reach, dtype=key.dtype, device=key.device) / reach
-    mean, denominator = _kernel(query, key, value, scale, seen.visible, seen.is_causal)
+    mean, denominator = fused_attention(query, key, value, scale, seen.visible, seen.is_causal)
     distance = own - reach * mean[..., width]
     mean[..., width] = 0
     entropy = denominator - scale * _dot(query, mean)
@@ -611,7 +611,7 @@ def _fused_part(
     mine = (scale * _dot(query, mine) - denominator).exp() * seen.sees_own
     if seen.looks_ahead and real.first_key is not None:
         behind, is_causal = seen.behind, seen.behind is None
-        some, part = _kernel(query, key, value, scale, behind, is_causal)
+        some, part = fused_attention(query, key, value, scale, behind, is_causal)
         share = (part - denominator).exp() * (True if behind is None else behind.any(-1))
         distance = 2 * share * (own - reach * some[..., width]) - distance
     count = seen.count
@@ -681,7 +681,7 @@ def _picked(key: Tensor, index: Tensor, heads: int) -> Tensor:
     return key.gather(2, places)
 
 
-def _kernel(
+def fused_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float, visible: Visible, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
     """A fused attention's output, and the logarithm of each row's denominator."""

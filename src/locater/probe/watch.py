@@ -12,6 +12,7 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.nn.modules import module as torch_module
 from torch.nn.modules.module import (
@@ -325,7 +327,9 @@ class _Watch(TorchFunctionMode):
         if known is None and (reader is _softmax_logits or not self.frames):
             return
         frame = known or self._named_by_call(self.frames[-1])
-        with torch.set_grad_enabled(self.recorder.keeps_graph and torch.is_grad_enabled()):
+        learns = self.recorder.keeps_graph and torch.is_grad_enabled()
+        apart = saved_tensors_hooks(_same, _same)  # checkpointing counts what others save
+        with torch.set_grad_enabled(learns), apart if learns else nullcontext():
             self._report(frame, reader(frame, *args, **kwargs))
 
     def see_in(
@@ -557,6 +561,10 @@ def _tokens(
             is_turned = isinstance(module, nn.MultiheadAttention) and not module.batch_first
             return local(value.transpose(0, 1) if is_turned else value).detach()
     return None
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def local(tensor: Tensor) -> Tensor:

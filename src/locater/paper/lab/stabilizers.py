@@ -1,19 +1,21 @@
-"""Rivals of LocAteR: what others do to keep attention from collapsing, under the same loop."""
+"""Rivals of LocAteR: what others do to keep attention from collapsing, under the same loop.
+
+The laboratory's model has places for norms and caps of its own and a joint W_QK: its published runs
+and their checkpoints keep them.  `control/stabilizers` does the same to any other model.
+"""
 
 from __future__ import annotations
 
 from typing import Literal, get_args
 
 import torch
-from jaxtyping import Float
-from torch import Tensor, distributed, nn
+from torch import distributed, nn
 from torch.nn.utils import parametrize
 
+from locater.control.stabilizers import LargestLogits, UnitNorm
 from locater.errors import ConfigError, InputError, unknown
 from locater.models.live import find_attention
 from locater.paper.lab.model import Attention
-from locater.probe.rows import Logits, largest_logits
-from locater.probe.watch import Place, Recorder
 
 Stabilizer = Literal["none", "sigma-reparam", "qk-norm", "qk-clip", "soft-cap", "qk-weight-decay"]
 STABILIZERS: tuple[Stabilizer, ...] = get_args(Stabilizer)
@@ -69,34 +71,6 @@ def apply_stabilizer(
     return Stabilized()
 
 
-class UnitNorm(nn.Module):
-    """γ W / σ(W): a weight whose spectral norm is a parameter of its own.
-
-    σ is estimated by one power iteration a step, from vectors that a checkpoint keeps; reading the
-    weight changes nothing, so measurements leave a run as it was.
-    """
-
-    left: Tensor
-    right: Tensor
-
-    def __init__(self, weight: Float[Tensor, "rows columns"]) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(weight.new_ones(()))
-        start, _, other = torch.linalg.svd(weight.detach().double(), full_matrices=False)
-        self.register_buffer("left", start[:, 0].to(weight.dtype))
-        self.register_buffer("right", other[0].to(weight.dtype))
-
-    def forward(self, weight: Float[Tensor, "rows columns"]) -> Float[Tensor, "rows columns"]:
-        """The weight with spectral norm γ; gradients flow through σ too."""
-        return weight * (self.gain / (self.left @ weight @ self.right))
-
-    @torch.no_grad()
-    def iterate(self, weight: Float[Tensor, "rows columns"]) -> None:
-        """One power iteration on the weight as it now is."""
-        self.left.copy_(nn.functional.normalize(weight @ self.right, dim=0))
-        self.right.copy_(nn.functional.normalize(weight.mT @ self.left, dim=0))
-
-
 class _SigmaReparam(Stabilized):
     def __init__(self, model: nn.Module) -> None:
         output = getattr(model, "output", None)
@@ -123,30 +97,17 @@ def _normalize(attention: Attention) -> None:
         setattr(attention, side, norm)
 
 
-class _LargestLogits(Recorder):
-    """Each attention's largest logit by head, over the training passes since it was cleared."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model, find_attention(model))
-        self.found: dict[nn.Module, Tensor] = {}
-        self._modules = {place.name: module for module, place in self.places.items()}
-
-    def pass_begins(self) -> bool:
-        return self.model.training
-
-    def attention_called(self, place: Place, logits: Logits) -> None:
-        module, largest = self._modules[place.name], largest_logits(logits)
-        self.found[module] = torch.maximum(largest, self.found.get(module, largest))
-
-
 class _Clip(Stabilized):
     def __init__(self, model: nn.Module, max_logit: float) -> None:
-        self.max_logit, self.largest = max_logit, _LargestLogits(model)
+        found = find_attention(model)
+        self.modules = {one.layout.name: one.module for one in found}
+        self.max_logit, self.largest = max_logit, LargestLogits(model, found)
         self.largest.attach()
 
     @torch.no_grad()
     def after_step(self) -> None:
-        for attention, largest in self.largest.found.items():
+        for name, largest in self.largest.found.items():
+            attention = self.modules[name]
             assert isinstance(attention, Attention)
             if distributed.is_available() and distributed.is_initialized():
                 distributed.all_reduce(largest, distributed.ReduceOp.MAX)
