@@ -16,7 +16,8 @@ from scipy.integrate import quad
 from timing import Timing, cpu_time, ratio
 
 from locater import QKForm, TokenProcess, propagation
-from locater.core.theory import _laws, propagates
+from locater.core.score import HeadMoments
+from locater.core.theory import propagates
 
 TOKENS, MODEL = 64, 128
 BLOCK = 25_000
@@ -76,7 +77,7 @@ def main() -> None:
         total = sum(work.seconds)
         spread = [min(work.seconds) * blocks, total, max(work.seconds) * blocks]
         monte_carlo = Timing(sorted(spread)).times(walks / (blocks * BLOCK))
-        law = next(_laws(form, process))
+        law = HeadMoments.of(form, process).score().law()
         weights = law.weights.numpy()
         values: list[float] = []
 

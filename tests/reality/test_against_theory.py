@@ -266,3 +266,28 @@ def test_an_audit_of_a_text_rests_on_its_tokens(
     assert all(a["frobenius_ratio"] > 0 for a, _ in pairs)
     assert main(["audit", *where, "--text", str(samples / "text.txt"), "--heads", "4"]) == 1
     assert "--text loads the model itself" in capsys.readouterr().err
+
+
+def test_copying_stands_beside_the_theory_and_counting_noise_is_taken_off() -> None:
+    """On blocks of one law the copy is off by counting alone: nothing is left beyond the noise."""
+    _, blocks = gaussian_tokens(4000, 3)
+    reality = against_theory(Attentive(0), blocks, QUICK)
+    for layer in reality.layers:
+        copied = layer.predictions["copy"]
+        assert torch.equal(copied.profile.rho, layer.in_sample.profile.rho)
+        error = copied.profile.standard_error
+        assert error is not None and copied.entropy is not None
+        # both halves are counted, so the difference has twice the variance of one
+        gap = copied.profile.rho - layer.measured.profile.rho
+        assert bool((gap.abs() <= 6 * 2**0.5 * error + 1e-9).all())
+        beyond = layer.rho_error_beyond_noise("copy")
+        noise = layer.measured.profile.standard_error
+        assert noise is not None
+        expected = (gap.square() - noise.square()).mean(-1)
+        assert torch.allclose(beyond, expected.clamp_min(0).sqrt())
+    summary = reality.summary()
+    worst = summary["worst_heads"]["copy"]["rho"]
+    rows = reality.rows()
+    assert worst["worst"] == max(row["rho_error_copy"] for row in rows)
+    assert worst["median"] <= worst["p90"] <= worst["worst"]
+    assert summary["rho_error_copy"] < summary["rho_error_printed"]

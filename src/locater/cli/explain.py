@@ -67,6 +67,7 @@ def _print(reality: Reality, top: int) -> None:
         "ρ off: paper": "rho_error_printed:.3f",
         best: f"rho_error_{best}:.3f",
         "full": "rho_error_full:.3f",
+        "copy": "rho_error_copy:.3f",
         "why": lambda row: ", ".join(row["why"]["main"]),
     }
     show(terminal_table(rows[: top or None], columns, left=["why"]))
@@ -74,8 +75,12 @@ def _print(reality: Reality, top: int) -> None:
         f"{summary['heads']} heads; moments of {reality.estimated_on} blocks of {reality.tokens} "
         f"tokens, measured on {reality.measured_on} others.\n"
         f"mean |ρ predicted − measured|: printed {summary['rho_error_printed']:.3f}, "
-        f"{best} {summary[f'rho_error_{best}']:.3f}, full moments {summary['rho_error_full']:.3f} "
+        f"{best} {summary[f'rho_error_{best}']:.3f}, full moments {summary['rho_error_full']:.3f}, "
+        f"copied from the first part {summary['rho_error_copy']:.3f} "
         f"(counting noise {summary['rho_noise']:.3f}).\n"
         f"mean |entropy predicted − measured|: {best} {summary[f'entropy_error_{best}']:.3f}, "
-        f"full moments {summary['entropy_error_full']:.3f} nats."
+        f"full moments {summary['entropy_error_full']:.3f}, "
+        f"copied {summary['entropy_error_copy']:.3f} nats.\n"
+        "Copying needs the text and the weights that are asked about; the theory also answers for "
+        "others."
     )

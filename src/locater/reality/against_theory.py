@@ -91,6 +91,13 @@ class LayerReality:
         assert error is not None
         return math.sqrt(2 / math.pi) * error.mean(-1)
 
+    def rho_error_beyond_noise(self, column: str) -> Float[Tensor, " heads"]:
+        """Root mean square of ρ's error over positions, without what counting adds to it."""
+        gap = self.predictions[column].profile.rho - self.measured.profile.rho
+        error = self.measured.profile.standard_error
+        assert error is not None
+        return (gap.square() - error.square()).mean(-1).clamp_min(0).sqrt()
+
     def rows(self) -> list[dict[str, Any]]:
         """One plain dictionary per head."""
         return [self._row(head, why) for head, why in enumerate(self.diagnosis.rows())]
@@ -115,6 +122,7 @@ class LayerReality:
         }
         for column, prediction in self.predictions.items():
             row[f"rho_error_{column}"] = self.rho_error(column)[head].item()
+            row[f"rho_beyond_noise_{column}"] = self.rho_error_beyond_noise(column)[head].item()
             if prediction.entropy is not None and prediction.attention is not None:
                 row[f"entropy_{column}"] = prediction.entropy[head].item()
                 row[f"attention_error_{column}"] = (
@@ -214,6 +222,13 @@ class Reality:
             **averages(rows),
         }
         rho = torch.cat([layer.measured.profile.rho for layer in self.layers])
+        result["worst_heads"] = {
+            column: quantiles(
+                {f"layer {row['layer']} head {row['head']}": row for row in rows}, column
+            )
+            for column in self.columns
+            if f"rho_error_{column}" in rows[0]
+        }
         for column in self.columns:
             if any(column not in layer.predictions for layer in self.layers):
                 continue
@@ -242,6 +257,26 @@ def averages(rows: list[dict[str, Any]]) -> dict[str, float]:
         elif isinstance(value, float):
             result[key] = sum(row[key] for row in rows) / len(rows)
     return result
+
+
+def quantiles(rows: dict[str, dict[str, Any]], column: str) -> dict[str, Any]:
+    """Median, 90th percentile and worst head of a prediction's errors of ρ and of entropy."""
+    found: dict[str, Any] = {}
+    errors = {"rho": {name: row[f"rho_error_{column}"] for name, row in rows.items()}}
+    if all(f"entropy_{column}" in row for row in rows.values()):
+        errors["entropy"] = {
+            name: abs(row[f"entropy_{column}"] - row["entropy"]) for name, row in rows.items()
+        }
+    for name, values in errors.items():
+        ordered = torch.tensor(list(values.values()), dtype=torch.float64)
+        worst = max(values, key=lambda head: values[head])
+        found[name] = {
+            "median": ordered.median().item(),
+            "p90": ordered.quantile(0.9).item(),
+            "worst": values[worst],
+            "worst_head": worst,
+        }
+    return found
 
 
 def rank_correlation(first: Float[Tensor, " items"], second: Float[Tensor, " items"]) -> float:
@@ -382,16 +417,26 @@ def layer_against_theory(samples: AttentionSamples, config: RealityConfig) -> La
     process = TokenProcess.from_samples(inputs, fit="traces")
     heads = SampledHeads.of(form, inputs)
     own, held_out = samples.logits[:used].double(), samples.logits[used:].double()
-    made = predictions(
-        form, process, heads, draws=config.draws, exact=config.exact, generator=generator
+    made = dict(
+        predictions(
+            form, process, heads, draws=config.draws, exact=config.exact, generator=generator
+        )
+    )
+    in_sample = measure(own, f"{layout.name}, where estimated")
+    made["copy"] = Prediction(
+        in_sample.profile,
+        in_sample.entropy,
+        in_sample.attention,
+        in_sample.logit_mean,
+        in_sample.logit_variance,
     )
     return LayerReality(
         name=layout.name,
         layer=layout.layer,
         explained=math.nan if process.explained is None else process.explained,
         measured=measure(held_out, f"{layout.name}, measured"),
-        in_sample=measure(own, f"{layout.name}, where estimated"),
-        predictions=dict(made),
+        in_sample=in_sample,
+        predictions=made,
         logit_gap=logit_gap(heads.logits(), own),
         diagnosis=diagnose(form, process),
         features=_features(heads, inputs, generator),

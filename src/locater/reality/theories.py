@@ -31,6 +31,7 @@ COLUMNS = {
     "full_gaussian": "full moments, Gaussian law",
     "full": "full moments",
     "given_query": "full moments, given the query",
+    "copy": "no theory: as counted on the first part",
 }
 """What each prediction knows, from the paper's formula to full moments.
 
