@@ -253,23 +253,41 @@ class Layers:
 
         The norm's bias, the same for all tokens, acts on the logits as a bias of the queries.
         """
+        form, gain = self.parts(layout, tensors, key_heads, distances, gains=gains)
+        if gain is None:
+            return form
+        query, key = (part.detach().double() * gain for part in (form.query, form.key))
+        return replace(form, query=query, key=key)
+
+    def parts(
+        self,
+        layout: AttentionLayout,
+        tensors: Tensors,
+        key_heads: slice,
+        distances: int,
+        *,
+        gains: bool = True,
+    ) -> tuple[QKForm, Tensor | None]:
+        """Some heads' forms as stored, and the gains that their factors are still to be multiplied
+        with, so that nobody has to copy them."""
         form = layout.form(tensors, distances=distances, key_heads=key_heads)
         gain, shift = self.gain(layout, tensors) if gains else (None, None)
-        if gain is None and shift is None:
-            return form
-        query, key = (part.detach().to(torch.float64, copy=True) for part in (form.query, form.key))
-        bias = form.query_bias
         if shift is not None:
-            own = query @ shift
-            bias = own if bias is None else bias.detach().double() + own
-        if gain is not None:
-            query, key = query.mul_(gain), key.mul_(gain)
+            own = form.query.detach().double() @ shift
+            bias = own if form.query_bias is None else form.query_bias.detach().double() + own
+            form = replace(form, query_bias=bias)
+        if form.query_norm is None and form.key_norm is None:
+            return form, gain
         normed: dict[str, Any] = {
             name: _after(norm, gain, shift)
             for name in ("query_norm", "key_norm")
             if (norm := getattr(form, name)) is not None
         }
-        return replace(form, query=query, key=key, query_bias=bias, **normed).under()
+        if gain is not None:
+            sides = (form.query, form.key)
+            query, key = (part.detach().double() * gain for part in sides)
+            normed |= {"query": query, "key": key}
+        return replace(form, **normed).under(), None
 
     def gain(
         self, layout: AttentionLayout, tensors: Tensors
@@ -560,14 +578,14 @@ class Auditor:
         rows: list[HeadRecord] = []
         status, _ = layers.status(layout)
         for key_heads in blocks(layout):
-            form = layers.form(
+            form, gain = layers.parts(
                 layout,
                 tensors,
-                key_heads=key_heads,
-                distances=process.tokens,
+                key_heads,
+                process.tokens,
                 gains=measured is None,  # measured tokens carry them
             )
-            columns = self._columns(layout, form, process, draws)
+            columns = self._columns(layout, form, gain, process, draws)
             lists = {name: column.tolist() for name, column in columns.items()}
             regimes = lists.pop("regime")
             start = len(rows)
@@ -579,11 +597,19 @@ class Auditor:
         return [_judged(row, status, process.tokens, seen) for row in rows]
 
     def _columns(
-        self, layout: AttentionLayout, form: QKForm, process: TokenProcess, draws: LogitDraws
+        self,
+        layout: AttentionLayout,
+        form: QKForm,
+        gain: Tensor | None,
+        process: TokenProcess,
+        draws: LogitDraws,
     ) -> dict[str, Tensor]:
         settings, share = self.settings, layout.heads // layout.kv_heads
+        if gain is not None and process.mean is not None:  # they read the factors themselves
+            query, key = (part.detach().double() * gain for part in (form.query, form.key))
+            form, gain = replace(form, query=query, key=key), None
         still = form.at_offset(settings.offset)
-        spectrum = plain = still.spectrum(process.covariance, share=share)
+        spectrum = plain = still.spectrum(process.covariance, share=share, gain=gain)
         if process.covariance is not None:  # the null is about the weights themselves
             plain = still.spectrum(share=share)
         columns = _spectral_columns(spectrum, eigenvalues=settings.eigenvalues) | null_columns(

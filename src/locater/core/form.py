@@ -483,24 +483,40 @@ class QKForm:
         return Spectrum(self.query, self.key, self.temperature).frobenius_squared
 
     def spectrum(
-        self, covariance: Float[Tensor, "model model"] | None = None, *, share: int = 1
+        self,
+        covariance: Float[Tensor, "model model"] | None = None,
+        *,
+        share: int = 1,
+        gain: Float[Tensor, " model"] | None = None,
     ) -> Spectrum:
         """The eigenspectrum of the paper's W = W_QK Σ, in float64; Σ = I by default.
 
         With `share`, so many neighboring heads have the same key, which is then multiplied once.
+        `gain` multiplies the tokens' dimensions first.  Factors of 16 bits or fewer are multiplied
+        in float32, whose rounding is a thousandth of theirs.
         """
         form = self if covariance is None else self.under(covariance)
-        query, key = form.query.double(), form.key[::share].double()
+        sides = form.query, form.key[::share]
+        if gain is not None:
+            sides = sides[0].detach(), sides[1].detach()
         if covariance is not None:
-            check_covariance(covariance, size=query.shape[-1])
-            covariance = covariance.to(query)
-        if not _largest(query) * _largest(key) < 1e140:
-            raise InputError(
-                f"factors of {_largest(query):.0e} and {_largest(key):.0e} have a W_QK whose "
-                "square is beyond all numbers.",
-                hint="the weights diverged or were read wrongly; use an earlier checkpoint.",
-            )
-        return Spectrum(query, key, self.temperature, covariance, self.is_symmetric)
+            check_covariance(covariance, size=form.query.shape[-1])
+        is_short = covariance is None and all(side.dtype.itemsize < 4 for side in sides)
+        for dtype in (torch.float32, torch.float64) if is_short else (torch.float64,):
+            query, key = (side.to(dtype, copy=gain is not None) for side in sides)
+            if gain is not None:
+                query, key = query.mul_(gain.to(query)), key.mul_(gain.to(key))
+            sigma = None if covariance is None else covariance.to(query)
+            made = Spectrum(query, key, self.temperature, sigma, self.is_symmetric).in_double()
+            grams = (made.query_gram, made.key_gram)
+            sizes = [gram.diagonal(dim1=-2, dim2=-1).amax().item() for gram in grams]
+            if sizes[0] * sizes[1] < 1e280:
+                return made
+        raise InputError(
+            f"factors of {math.sqrt(sizes[0]):.0e} and {math.sqrt(sizes[1]):.0e} have a W_QK whose "
+            "square is beyond all numbers.",
+            hint="the weights diverged or were read wrongly; use an earlier checkpoint.",
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -556,9 +572,20 @@ class Spectrum:
         group = self.query.reshape(len(self.key), -1, self.key.shape[-1]) @ self.colored[1].mT
         return group.unflatten(1, (self.share, -1)).flatten(0, 1).mT
 
+    def in_double(self) -> Spectrum:
+        """The same, with the sums over the dimensions of tokens in float64 from here on."""
+        wide = {
+            name: getattr(self, name).double() for name in ("query_gram", "key_gram", "cross_gram")
+        }
+        made = replace(self)
+        made.__dict__.update(wide)
+        return made
+
     @cached_property
     def trace(self) -> Float[Tensor, "*heads"]:
         """tr(W), row by row: one long dot product loses digits in float32."""
+        if "cross_gram" in self.__dict__:
+            return self.cross_gram.diagonal(dim1=-2, dim2=-1).sum(-1)
         if self.share == 1:
             return torch.linalg.vecdot(self.colored[0], self.key).sum(-1)
         group = self.colored[0].unflatten(0, (-1, self.share))
@@ -580,14 +607,15 @@ class Spectrum:
         head, model = self.query.shape[-2:]
         small = self.cross_gram
         if model < head:
-            small = self.query.mT @ self._repeated(self.colored[1])
+            small = self.query.double().mT @ self._repeated(self.colored[1]).double()
         return torch.linalg.eigvals(small)
 
     @cached_property
     def singular_values(self) -> Float[Tensor, "*heads rank"]:
         """The singular values of S, largest first; small ones to about 1e-8 of the largest."""
-        roots = [gram_root(gram, 0.0) for gram in (self.query_gram, self.key_gram)]
-        return torch.linalg.svdvals(roots[0].mT @ roots[1])[..., : self.rank]
+        root = gram_root(self.query_gram, 0.0)
+        squares = torch.linalg.eigvalsh(root.mT @ self.key_gram @ root).flip(-1)
+        return squares.clamp_min(0).sqrt()[..., : self.rank]
 
     @property
     def spectral_norm(self) -> Float[Tensor, "*heads"]:

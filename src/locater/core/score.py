@@ -95,7 +95,7 @@ class HeadMoments:
             spectrum = Spectrum(query, key, form.temperature, sigma)
         query_mean, key_mean = _means(form, process)
         return cls(
-            kernel.to(spectrum.query),
+            kernel.to(spectrum.query_gram),
             spectrum.query_gram,
             spectrum.key_gram,
             torch.zeros_like(spectrum.cross_gram) if is_cross else spectrum.cross_gram,
