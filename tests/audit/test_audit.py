@@ -27,6 +27,7 @@ from locater.audit import Audit, AuditConfig, HeadRecord, audit_checkpoint, audi
 from locater.audit.audit import AuditKeywords, Layers, on_text
 from locater.audit.draws import entropy_columns, null_of
 from locater.audit.table import judge, stands_out
+from locater.core.process import ProcessName
 from locater.core.score import HeadMoments, LogitDraws
 from locater.errors import ConfigError, InputError, LocaterError
 from locater.models.live import discover, find_attention
@@ -637,3 +638,29 @@ def test_tokens_of_a_text_are_the_probe_s_however_little_memory_there_is(samples
             # float32 inputs that the model computes in batches of another size
             torch.testing.assert_close(process.kernel, other.kernel, rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(process.mean, other.mean, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("process", ["unit-walk", "random-walk", "autoregressive", "independent"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bloom"])
+def test_long_texts_have_the_rows_of_short_ones(
+    name: str, process: ProcessName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No matrix of tokens is made beyond a length: here beyond 8 of 24."""
+    model = live(name)
+    dense = audit_model(model, tokens=24, process=process)
+    monkeypatch.setattr("locater.audit.audit.DENSE_TOKENS", 8)
+    long = audit_model(model, tokens=24, process=process)
+    for one, other in zip(long.rows, dense.rows, strict=True):
+        assert one.rho == pytest.approx(other.rho, rel=1e-9, abs=1e-12)
+        assert one.regime == other.regime
+        error = math.hypot(one.entropy_error, other.entropy_error)
+        assert abs(one.entropy - other.entropy) < 5 * error + 1e-9
+
+
+def test_thirty_thousand_tokens_can_be_assumed() -> None:
+    audit = audit_model(nn.MultiheadAttention(16, 2), tokens=32_768)
+    assert all(0 < row.entropy < math.log(32_768) for row in audit.rows)
+    with pytest.raises(ConfigError, match="32,769 tokens are too many"):
+        AuditConfig(tokens=32_769)
+    with pytest.raises(ConfigError, match="8,193 tokens are too many"):
+        AuditConfig(tokens=8_193, method="exact")

@@ -16,7 +16,7 @@ from scipy import stats
 from torch import Tensor
 
 from locater import ConfigError, InputError, LocaterError, TokenProcess
-from locater.core.process import ProcessName, centered_kernel, squared_norm
+from locater.core.process import LongProcess, ProcessName, centered_kernel, squared_norm
 
 SEEDS = st.integers(0, 2**31)
 NAN = math.nan
@@ -493,3 +493,20 @@ def test_a_kernel_with_a_small_negative_eigenvalue_is_told_from_a_rounded_one() 
         else:
             with pytest.raises(InputError, match="kernel is not positive definite"):
                 TokenProcess.from_kernel((kernel + kernel.mT) / 2)
+
+
+@pytest.mark.parametrize("name", ["unit-walk", "random-walk", "autoregressive", "independent"])
+@pytest.mark.parametrize("tokens", [2, 7, 40])
+def test_a_long_process_is_the_same_without_its_matrix(name: str, tokens: int) -> None:
+    long, dense = LongProcess(name, tokens, 0.7), TokenProcess.named(name, tokens, phi=0.7)
+    torch.testing.assert_close(long.last, dense.kernel[:, -1])
+    torch.testing.assert_close(long.diagonal(), dense.kernel.diagonal())
+    torch.testing.assert_close(long.means(), dense.kernel.mean(1))
+    for ours, theirs in zip(centered_kernel(long), centered_kernel(dense.kernel), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-14, rtol=1e-9)
+    count, generator = 200_000, torch.Generator().manual_seed(0)
+    drawn = long.paths(torch.randn(count, tokens, generator=generator, dtype=torch.float64))
+    found = drawn.mT @ drawn / count
+    size = dense.kernel.diagonal().sqrt()
+    error = (size[:, None] * size * math.sqrt(2 / count)).clamp_min(1e-12)
+    assert ((found - dense.kernel).abs() < 6 * error).all()

@@ -20,7 +20,7 @@ from locater.checkpoints.formats import GGUF_TESTED
 from locater.checkpoints.open import Checkpoint, open_checkpoint
 from locater.checkpoints.source import Say, silent
 from locater.core.form import HeadNorm, QKForm, Spectrum
-from locater.core.process import ProcessName, TokenProcess
+from locater.core.process import DENSE_TOKENS, LongProcess, ProcessName, TokenProcess
 from locater.core.score import HeadMoments, LogitDraws, SampledHeads
 from locater.core.theory import REGIMES, Profile, attention_entropy, regime_of
 from locater.engines import one_thread
@@ -55,7 +55,7 @@ _METHODS = {
     "gaussian": "ρ from the exact mean and variance of each score, taken to be Gaussian",
     "exact": "ρ from the exact law of each score",
 }
-MOST_TOKENS = 8192
+MOST_TOKENS = 32_768
 _PARAMETRIZED = (
     "its weights are stored as they are before a parametrization, which acts on them; audit the "
     "live model, or save it after torch.nn.utils.parametrize.remove_parametrizations"
@@ -89,10 +89,13 @@ class AuditConfig:
 
     def __post_init__(self) -> None:
         length = self.process.tokens if isinstance(self.process, TokenProcess) else self.tokens
-        if length > MOST_TOKENS:
+        is_named = not isinstance(self.process, TokenProcess) and not self.processes
+        most = MOST_TOKENS if is_named and self.method == "gaussian" else DENSE_TOKENS
+        if length > most:
             raise ConfigError(
-                f"{length:,} tokens are too many: their kernel is {length:,} × {length:,}.",
-                hint=f"at most {MOST_TOKENS:,}; a head's regime changes little with T.",
+                f"{length:,} tokens are too many.",
+                hint=f"at most {MOST_TOKENS:,} of an assumed process, {DENSE_TOKENS:,} of another "
+                "or with --exact; a head's regime changes little with T.",
             )
         if self.offset < 0:
             raise ConfigError(
@@ -109,10 +112,12 @@ class AuditConfig:
             )
 
     @cached_property
-    def assumed(self) -> TokenProcess:
+    def assumed(self) -> TokenProcess | LongProcess:
         """The tokens of layers that were not measured."""
         if isinstance(self.process, TokenProcess):
             return self.process
+        if self.tokens > DENSE_TOKENS:
+            return LongProcess(self.process, self.tokens, self.phi)
         return TokenProcess.named(self.process, self.tokens, phi=self.phi)
 
     @property
@@ -601,7 +606,7 @@ class Auditor:
         layout: AttentionLayout,
         form: QKForm,
         gain: Tensor | None,
-        process: TokenProcess,
+        process: TokenProcess | LongProcess,
         draws: LogitDraws,
     ) -> dict[str, Tensor]:
         settings, share = self.settings, layout.heads // layout.kv_heads
@@ -637,7 +642,7 @@ class Auditor:
         }  # fmt: skip
 
 
-def _draws(process: TokenProcess) -> LogitDraws:
+def _draws(process: TokenProcess | LongProcess) -> LogitDraws:
     return LogitDraws.of(process, DRAWS, torch.Generator().manual_seed(0))
 
 

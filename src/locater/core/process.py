@@ -15,6 +15,75 @@ from locater.errors import ConfigError, InputError, unknown
 
 Fit = Literal["least_squares", "traces"]
 ProcessName = Literal["unit-walk", "random-walk", "autoregressive", "independent"]
+DENSE_TOKENS = 8192
+"""Up to so many tokens the kernel of a named process is written out."""
+
+
+@dataclass(frozen=True, eq=False)
+class LongProcess:
+    """A named process of many tokens, Σ = I, of whose kernel no tokens × tokens matrix is made.
+
+    >>> process = LongProcess("unit-walk", 3)
+    >>> process.last, process.diagonal()[-1].item()
+    (tensor([0.5000, 1.0000, 1.5000], dtype=torch.float64), 1.5)
+    """
+
+    name: ProcessName
+    tokens: int
+    phi: float = 0.9
+
+    @property
+    def covariance(self) -> None:
+        """Σ = I."""
+
+    @property
+    def mean(self) -> None:
+        """Zero."""
+
+    @property
+    def _step(self) -> Float[Tensor, " tokens"]:
+        return torch.arange(1, self.tokens + 1, dtype=torch.float64)
+
+    @property
+    def _scale(self) -> float:
+        return 2 / (self.tokens + 1) if self.name == "unit-walk" else 1.0
+
+    def diagonal(self) -> Float[Tensor, " tokens"]:
+        """The variances of the tokens."""
+        if self.name in ("unit-walk", "random-walk"):
+            return self._scale * self._step
+        return torch.ones(self.tokens, dtype=torch.float64)
+
+    @property
+    def last(self) -> Float[Tensor, " tokens"]:
+        """The kernel's last column."""
+        if self.name == "autoregressive":
+            return self._step.new_tensor(self.phi) ** (self.tokens - self._step)
+        if self.name == "independent":
+            return (self._step == self.tokens).double()
+        return self.diagonal()
+
+    def means(self) -> Float[Tensor, " tokens"]:
+        """The mean of every row."""
+        step, tokens = self._step, self.tokens
+        if self.name == "independent":
+            return torch.full_like(step, 1 / tokens)
+        if self.name == "autoregressive":
+            phi = step.new_tensor(self.phi)
+            sums = (1 + phi - phi**step - phi ** (tokens + 1 - step)) / (1 - phi)
+            return sums / tokens
+        return self._scale * (step * (step + 1) / 2 + step * (tokens - step)) / tokens
+
+    def paths(self, normal: Float[Tensor, "draws tokens"]) -> Float[Tensor, "draws tokens"]:
+        """Tokens in one dimension, from as many independent numbers."""
+        if self.name in ("unit-walk", "random-walk"):
+            return normal.cumsum(-1) * math.sqrt(self._scale)
+        if self.name == "autoregressive":
+            found, rest = normal.clone(), math.sqrt(1 - self.phi**2)
+            for place in range(1, self.tokens):
+                found[:, place] = self.phi * found[:, place - 1] + rest * normal[:, place]
+            return found
+        return normal
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,11 +282,15 @@ class TokenProcess:
 
 
 def centered_kernel(
-    kernel: Float[Tensor, "tokens tokens"],
+    kernel: Float[Tensor, "tokens tokens"] | LongProcess,
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
     """u_i = Σ_j γ_j K[j, T] and q_i = γᵀ K γ, with γ = e_i/T − 1/T² (Section 2)."""
-    tokens, row = kernel.shape[0], kernel.mean(1)
-    cross = (kernel[:, -1] - row[-1]) / tokens
+    if isinstance(kernel, LongProcess):
+        row, last = kernel.means(), kernel.last
+    else:
+        row, last = kernel.mean(1), kernel[:, -1]
+    tokens = len(last)
+    cross = (last - row[-1]) / tokens
     spread = (kernel.diagonal() - 2 * row + row.mean()) / tokens**2
     return cross, spread.clamp_min(0)
 

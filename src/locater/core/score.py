@@ -27,7 +27,7 @@ from locater.core.form import (
     gram_root,
     semidefinite_root,
 )
-from locater.core.process import TokenProcess, centered_kernel
+from locater.core.process import DENSE_TOKENS, LongProcess, TokenProcess, centered_kernel
 from locater.core.quadratic import QuadraticFamily, QuadraticLaw
 from locater.errors import InputError
 
@@ -50,7 +50,8 @@ class HeadMoments:
     rotation.
     """
 
-    kernel: Float[Tensor, "tokens tokens"]
+    times: Float[Tensor, "tokens tokens"] | LongProcess
+    """The kernel, or what stands for it where it would be too large."""
     query_gram: Float[Tensor, "*heads head head"]  # W_Q Σ W_Qᵀ
     key_gram: Float[Tensor, "*heads head head"]  # W_K Σ W_Kᵀ
     cross_gram: Float[Tensor, "*heads head head"]  # W_K Σ W_Qᵀ
@@ -66,7 +67,7 @@ class HeadMoments:
     def of(
         cls,
         form: QKForm,
-        process: TokenProcess,
+        process: TokenProcess | LongProcess,
         *,
         spectrum: Spectrum | None = None,
         is_cross: bool = False,
@@ -84,10 +85,18 @@ class HeadMoments:
                     hint=f"give {name} of the form's model dimension.",
                 )
         form = form.under(process.covariance)
-        kernel = process.kernel
+        is_long = isinstance(process, LongProcess)
+        if is_long and (form.rotary or form.query_norm or form.key_norm):
+            raise InputError(
+                f"{process.tokens:,} tokens are too many for a head that turns or normalizes: "
+                "their kernel is written out.",
+                hint=f"at most {DENSE_TOKENS:,}.",
+            )
+        times: Any = process if isinstance(process, LongProcess) else process.kernel
         if form.query_norm is not None and form.key_norm is not None:
+            kernel = times
             size = kernel.diagonal().clamp_min(torch.finfo(kernel.dtype).tiny).sqrt()
-            kernel = kernel / size / size[:, None]  # norms take out how tokens grow with time
+            times = kernel / size / size[:, None]  # norms take out how tokens grow with time
         if spectrum is None:
             form = form.balanced()
             query, key = form.query.double(), form.key.double()
@@ -95,7 +104,7 @@ class HeadMoments:
             spectrum = Spectrum(query, key, form.temperature, sigma)
         query_mean, key_mean = _means(form, process)
         return cls(
-            kernel.to(spectrum.query_gram),
+            times if is_long else times.to(spectrum.query_gram),
             spectrum.query_gram,
             spectrum.key_gram,
             torch.zeros_like(spectrum.cross_gram) if is_cross else spectrum.cross_gram,
@@ -109,7 +118,18 @@ class HeadMoments:
     @property
     def tokens(self) -> int:
         """T."""
-        return self.kernel.shape[0]
+        return self.times.tokens if isinstance(self.times, LongProcess) else len(self.times)
+
+    @property
+    def kernel(self) -> Float[Tensor, "tokens tokens"]:
+        """K, where it was written out."""
+        assert isinstance(self.times, Tensor)
+        return self.times
+
+    @property
+    def last(self) -> Float[Tensor, " tokens"]:
+        """K[:, T]."""
+        return self.times.last if isinstance(self.times, LongProcess) else self.times[:, -1]
 
     @property
     def phases(self) -> Tensor:
@@ -192,15 +212,15 @@ class HeadMoments:
 
     def score(self) -> Score:
         """The joint law of (b_i, q) at every position."""
-        tokens, kernel = self.tokens, self.kernel
-        shape = (*self.key_gram.shape[:-2], tokens)
-        base = torch.full(shape, 1 / tokens, dtype=kernel.dtype, device=kernel.device)
+        tokens, gram = self.tokens, self.key_gram
+        shape = (*gram.shape[:-2], tokens)
+        base = torch.full(shape, 1 / tokens, dtype=gram.dtype, device=gram.device)
         base = base if self.shift is None else base + _centered(self.shift, -1)
         key_mean = None if self.key_mean is None else _centered(self.key_mean, -2)
         if self.rotary is None:
-            cross, spread = centered_kernel(kernel)
+            cross, spread = centered_kernel(self.times)
             # the query's own variance K[T, T] is moved to the keys: the product does not change
-            last = kernel[-1, -1]
+            last = self.last[-1]
             return Score(
                 base,
                 None if key_mean is None else key_mean * last.sqrt(),
@@ -212,7 +232,7 @@ class HeadMoments:
                 self.query_gram,
                 self.temperature,
             )
-        phases = self.phases
+        phases, kernel = self.phases, self.kernel
         key = self.turned(self.key_gram)
         # Σ_k Cov(k_j, k_k)/T: the right-hand rotations add up to one complex factor per pair
         summed = self.rotary.turn(key, (kernel.to(phases) @ phases / tokens)[:, None, :])
@@ -246,8 +266,13 @@ class LogitDraws:
     """Of the keys, given the last token."""
 
     @classmethod
-    def of(cls, process: TokenProcess, draws: int, generator: torch.Generator) -> LogitDraws:
+    def of(
+        cls, process: TokenProcess | LongProcess, draws: int, generator: torch.Generator
+    ) -> LogitDraws:
         """Draw what does not depend on the heads."""
+        if isinstance(process, LongProcess):
+            paths = process.paths(_normal((draws, process.tokens), generator))
+            return cls(paths - paths[:, -1:] * process.last / process.last[-1])
         kernel = process.kernel.to(generator.device, torch.float64)
         last = kernel[:, -1]
         root = gram_root((kernel - last[:, None] * last / last[-1])[:-1, :-1], 0.0)
@@ -269,7 +294,7 @@ class LogitDraws:
         own = (query * key).sum(-1) / moments.temperature  # heads draws
         spread = ((query @ moments.key_gram) * query).sum(-1).clamp_min(0).sqrt()
         spread = spread / moments.temperature
-        share = (moments.kernel[:, -1] / moments.kernel[-1, -1]).to(dtype)
+        share = (moments.last / moments.last[-1]).to(dtype)
         noise = self.noise.to(dtype)
         for start in range(0, len(query), some := max(1, _ROWS_AT_ONCE // noise.numel())):
             few = slice(start, start + some)
@@ -289,7 +314,7 @@ class LogitDraws:
         eye = torch.eye(joint.shape[-1], dtype=joint.dtype, device=joint.device)
         root = gram_root(joint + lift[:, None, None] * eye, 0.0)
         normal = _normal((len(self.noise), joint.shape[-1]), generator)
-        pair = normal @ root.mT * moments.kernel[-1, -1].sqrt()
+        pair = normal @ root.mT * moments.last[-1].sqrt()
         query, key = pair.tensor_split(2, -1)
         return (query if moments.query_mean is None else query + moments.query_mean[:, None]), key
 
@@ -697,7 +722,9 @@ def normal_between(
     return torch.where(is_certain, (mean >= 0).to(mean), between)
 
 
-def _means(form: QKForm, process: TokenProcess) -> tuple[Tensor | None, Tensor | None]:
+def _means(
+    form: QKForm, process: TokenProcess | LongProcess
+) -> tuple[Tensor | None, Tensor | None]:
     """The mean query, and the mean keys as the query sees them; None for zeros."""
     query_mean = None if form.query_bias is None else form.query_bias.double()
     key_mean = None
