@@ -86,7 +86,7 @@ def parent(session: int, draw: random.Random) -> bool:
     return True
 
 
-def settled(session: int, seconds: float = 30.0) -> None:
+def settled(session: int, seconds: float = 120.0) -> None:
     """Wait until all that the command started is gone; what stays is an error."""
     until = time.monotonic() + seconds
     while members(session):
