@@ -94,7 +94,7 @@ def test_the_nouns_are_in_their_rooms() -> None:
 def test_every_command_has_its_walk() -> None:
     from locater.cli.entry import _COMMANDS
 
-    walked = set(re.findall(r"^\| `locater (\w+)`", section("The walk of each job"), re.MULTILINE))
+    walked = set(re.findall(r"^\| `locater ([\w-]+)`", section("The walk of each job"), re.M))
     assert walked == set(_COMMANDS)
 
 

@@ -36,6 +36,14 @@ _COMMANDS: dict[str, tuple[str, str]] = {
         "whether the theory predicts what the heads do on a text, and why",
         "locater explain model --text text.txt --tokens 16 --blocks 100",
     ),
+    "moments": (
+        "what a text gives of every head, in a small file for what-if",
+        "locater moments model --text text.txt --out moments.safetensors",
+    ),
+    "what-if": (
+        "what heads would do at another length, rotation, scale or temperature",
+        "locater what-if moments.safetensors --tokens 4096",
+    ),
     "train": (
         "train one model of the paper's, measured as it trains; run again to go on",
         "locater train --preset tiny --out run",
@@ -87,7 +95,7 @@ def _main(arguments: list[str]) -> int:
         say(f"error: {unknown('command', arguments[0], _COMMANDS)}")
         return 2
     try:
-        import_module(f"locater.cli.{arguments[0]}").run(arguments[1:])
+        import_module(f"locater.cli.{arguments[0].replace('-', '_')}").run(arguments[1:])
     except LocaterError as error:
         say(plain(f"error: {error}"))
         return 1

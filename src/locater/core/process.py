@@ -262,6 +262,38 @@ class TokenProcess:
         mean = None if self.mean is None else self.mean[:tokens]
         return replace(self, kernel=self.kernel[:tokens, :tokens], mean=mean, is_known=True)
 
+    def continued(self, tokens: int, *, first: int = 4) -> TokenProcess:
+        """The same process at another length: shorter, or longer as its late part goes on.
+
+        The first tokens keep their means and what they have in common with each late token.  Among
+        the others the kernel becomes a function of the distance, which beyond the distances that
+        were seen stays where it was over the last quarter of them; means stay at those of the last
+        quarter.
+
+        >>> process = TokenProcess.autoregressive(16, 0.5).continued(64)
+        >>> process.tokens, round(process.kernel[30, 31].item(), 6)
+        (64, 0.5)
+        """
+        if tokens <= self.tokens:
+            return self.truncate(tokens)
+        known, late = self.tokens, max(self.tokens * 3 // 4, min(first, self.tokens - 1))
+        inner = self.kernel.double()[first:, first:]
+        by_lag = torch.stack([inner.diagonal(lag).mean() for lag in range(len(inner))])
+        quarter = max(1, len(by_lag) // 4)
+        by_lag[-quarter:] = by_lag[-quarter:].mean()
+        lag = torch.arange(tokens)
+        distance = (lag[:, None] - lag).abs().clamp_max(len(by_lag) - 1)
+        kernel = by_lag[distance]
+        ahead = self.kernel.double()[:first, late:].mean(1)
+        kernel[:first] = ahead[:, None]
+        kernel[:first, :known] = self.kernel.double()[:first]
+        kernel[:, :first] = kernel[:first].mT
+        mean = None
+        if self.mean is not None:
+            tail = self.mean[late:].mean(0).expand(tokens - known, -1)
+            mean = torch.cat((self.mean, tail))
+        return replace(self, kernel=_clipped(kernel), mean=mean, is_known=True)
+
     def sample(
         self, count: int, *, generator: torch.Generator, model: int | None = None
     ) -> Float[Tensor, "count tokens model"]:

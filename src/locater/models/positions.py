@@ -154,6 +154,23 @@ def first_of(config: Config, *keys: str) -> Any:
     return None
 
 
+def stretched(
+    plain: Float[Tensor, " pairs"], kind: str, factor: float, *, base: float, original: int
+) -> tuple[Float[Tensor, " pairs"], float]:
+    """Frequencies after one of the usual changes, and what query and key are multiplied by.
+
+    `base` puts another base in place of the model's, `linear` divides positions, `ntk` raises the
+    base so that the slowest pair turns `factor` times slower, `yarn` does so by parts.
+    """
+    if kind in ("base", "ntk"):
+        pairs = len(plain)
+        step = torch.arange(pairs).to(plain) / pairs
+        grown = factor / base if kind == "base" else factor ** (pairs / max(pairs - 1, 1))
+        return plain * grown**-step, 1.0
+    settings = {"factor": factor, "original_max_position_embeddings": original}
+    return _stretched(plain, kind, settings, {}, base)
+
+
 def _stretched(
     plain: Float[Tensor, " pairs"], kind: str, rope: Config, config: Config, base: float
 ) -> tuple[Float[Tensor, " pairs"], float]:
