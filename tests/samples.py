@@ -1,4 +1,4 @@
-"""The files that the documents' commands speak of: two tiny checkpoints and a text."""
+"""The files that the documents' commands speak of: two tiny checkpoints, a text, moments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WORDS = ("the", "head", "looks", "at", "late", "tokens", "and", "sees", "all", "
 
 
 def write_samples(folder: Path) -> None:
-    """Write `model/` and `tuned/`, the same tiny Llama before and after, and `text.txt`."""
+    """Write `model/` and `tuned/`, the same tiny Llama before and after, a text, and moments."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -41,3 +41,9 @@ def write_samples(folder: Path) -> None:
             )
     words = torch.randint(len(WORDS), (2_000,), generator=generator).tolist()
     (folder / "text.txt").write_text(" ".join(WORDS[word] for word in words) + "\n")
+    from locater.models.loading import load_model, read_text, text_blocks
+    from locater.reality.what_if import moments
+
+    loaded, own = load_model(str(folder / "model"))
+    blocks = text_blocks(own, read_text(folder / "text.txt"), tokens=16, blocks=100)
+    moments(loaded, blocks, name="model").save(folder / "moments.safetensors")

@@ -38,7 +38,7 @@ def test_python_blocks_of_a_page_run_in_order(page: Path) -> None:
 def test_documented_command_lines_work(
     line: str, tmp_path: Path, samples: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if re.search(r"\b(model|tuned|text\.txt)\b", line):
+    if re.search(r"\b(model|tuned|text\.txt|moments\.safetensors)\b", line):
         shutil.copytree(samples, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     assert cli.main(shlex.split(line)[1:]) == 0

@@ -42,7 +42,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "what-if": (
         "what heads would do at another length, rotation, scale or temperature",
-        "locater what-if moments.safetensors --tokens 4096",
+        "locater what-if moments.safetensors --tokens 64",
     ),
     "train": (
         "train one model of the paper's, measured as it trains; run again to go on",
