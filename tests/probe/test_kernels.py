@@ -296,11 +296,13 @@ def test_a_compiled_model_is_measured_like_itself(backend: str) -> None:
     plain.square().mean().backward()
     grads = [one.grad.clone() for one in model.parameters() if one.grad is not None]
     model.zero_grad()
+    graphs = len(kernels._sites)
     with Probe(fast, queries="all", every=2) as probe:
         for _ in range(4):
             again = fast(tokens)
             assert torch.equal(plain, again)
         again.square().mean().backward()
+    assert len(kernels._sites) == graphs > 0  # nothing is compiled again for a probe
     assert (probe.forwards, probe.measured, probe.unseen) == (4, 2, [])
     for ours, theirs in zip(probe.records, truth.records, strict=True):
         assert (ours.name, ours.layer, ours.head) == (theirs.name, theirs.layer, theirs.head)
