@@ -32,7 +32,7 @@ from locater.core.score import HeadMoments, LogitDraws
 from locater.errors import ConfigError, InputError, LocaterError
 from locater.models.live import discover, find_attention
 from locater.models.loading import load_model, read_text, text_blocks
-from locater.models.norms import norms
+from locater.models.names import norms
 from locater.probe.probe import Probe
 
 TINY = (

@@ -28,8 +28,7 @@ from locater.errors import ConfigError, InputError, LocaterError, unknown
 from locater.models.coverage import known
 from locater.models.layout import AttentionLayout, Skipped
 from locater.models.live import AnyPair, discover, find_attention
-from locater.models.names import Shapes, plain_name
-from locater.models.norms import Norm, norms
+from locater.models.names import Norm, Shapes, norms, plain_name
 from locater.models.recipes import RECIPES, Recipe
 from locater.models.resolve import INPUT_CAVEAT, layouts
 from locater.probe.samples import LARGEST_GAP, AttentionSamples, collect, logit_gap
