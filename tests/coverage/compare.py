@@ -214,6 +214,8 @@ FITS = 2e-3
 def best_fit(told: Told, pairing: Pairing, start: int = 0) -> Fit:
     """The gap in the order of axes that fits, else in the first that is possible."""
     every = tuple(lined_up(told, pairing, start))
+    if not every and pairing.attention.logits.shape[-1] == 1:
+        return Fit(math.nan, None, (), "one key alone leaves nothing to choose")
     if not every:
         return Fit(math.inf, None, (), _no_way(pairing))
     gaps = [gap_of(told, told.form, lined) for lined in every]
@@ -240,14 +242,19 @@ def turned_fit(told: Told, pairing: Pairing, start: int = 0) -> Fit | None:
     It turned both by constants c and s with c² + s² = 1; tokens before them do not turn.
     """
     sides = [side for score in pairing.attention.scores for side in (score.left, score.right)]
-    constants = [turn.values for side in sides for turn in side.turns]
+    every = [turn.values for side in sides for turn in side.turns]
+    constants = list({(one.shape, str(one.sum().item())): one for one in every}.values())
     for lined in lined_up(told, pairing, start):
         for cosine, sine in _angles(constants):
             for layout in ("half", "interleaved", "half of each half"):
                 turning = partial(_turned, cosine=cosine, sine=sine, layout=layout, start=start)
                 try:
                     ours = logits_of(told, told.form, lined.asks, lined.answers, turning)
-                except (RuntimeError, IndexError):  # these do not belong to these tokens
+                except (
+                    RuntimeError,
+                    IndexError,
+                    ValueError,
+                ):  # these do not belong to these tokens
                     continue
                 value = gap(ours, lined.theirs, counted(told.form, lined.theirs))
                 if value < FITS:
@@ -256,6 +263,16 @@ def turned_fit(told: Told, pairing: Pairing, start: int = 0) -> Fit | None:
 
 
 def _angles(constants: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Cosines and sines, of the whole head or of its two halves, which turn by themselves."""
+    whole = list(_circles(constants))
+    yield from whole
+    for one in whole[:8]:
+        for two in whole[:8]:
+            if one is not two and one[0].shape == two[0].shape:
+                yield torch.cat((one[0], two[0]), -1), torch.cat((one[1], two[1]), -1)
+
+
+def _circles(constants: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     """Cosines and sines among constants, in either order; or the parts of a complex one."""
     for first in constants:
         if first.is_complex():

@@ -157,7 +157,7 @@ def shaken(model: nn.Module) -> nn.Module:
     """Give every parameter a value of its own, by its name: no bias is zero, no gain is one."""
     done: set[int] = set()
     for name, parameter in model.named_parameters():
-        if id(parameter) not in done:
+        if id(parameter) not in done and parameter.requires_grad:  # else it is a fixed table
             done.add(id(parameter))
             parameter.copy_(_drawn(name, parameter, model))
     for name, buffer in model.named_buffers():

@@ -186,7 +186,7 @@ TRAITS: Mapping[str, frozenset[str]] = {
     for trait, types in {
         # temperature
         "unscaled": "t5 mt5 umt5 switch_transformers longt5 pop2piano udop gpt_neo "
-        "pix2struct_text_model pix2struct_vision_model dia_encoder dia_decoder dia "
+        "pix2struct_text_model pix2struct_vision_model gemma4_vision dia_encoder dia_decoder dia "
         + " ".join(_GEMMA4),
         "scaled by head_dim": "inkling_text",
         "half of head_dim": "zamba zamba2",
@@ -222,7 +222,7 @@ TRAITS: Mapping[str, frozenset[str]] = {
         "normalized after turning": "hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl_text",
         "scaled latents": "longcat_flash dots3_note_text",
         # tensors and masks
-        "cut by heads": "",
+        "cut by heads": "gpt_bigcode",
         "heads of 64": "bridgetower_vision_model",
         "chooses keys": "deepseek_v32 glm_moe_dsa axk2 hy_v4 dots3_note_text glm5_next_text "
         "mistral_large4_text minimax_m3_vl_text qwen4_exp_text step3p5",
@@ -237,6 +237,7 @@ TRAITS: Mapping[str, frozenset[str]] = {
         "sam3_lite_text_detr_decoder inkling_text inkling2_text zaya",
         "pools": "hiera sam2_hiera_det_model mobilevit pvt pvt_v2 segformer florence_vision "
         "groupvit_vision_model videoprism_vision_model cvt canine",
+        "turns otherwise": "qwen2_5_omni_dit gemma4_vision",
         "joins keys": "t5gemma2_decoder diffusion_gemma_text lightglue",
         "scales dimensions": "timesfm2_5 timesfm videoprism",
         "is sparse": "longformer led informer longt5 pegasus_x",

@@ -63,6 +63,7 @@ GAPS = {
     "pools": "queries or keys are pooled or regrouped before they meet, which is not in the form",
     "joins keys": "keys of two sources meet in one softmax, which is not in the form",
     "scales dimensions": "each dimension has a scale of its own, which is not in the form",
+    "turns otherwise": "positions turn queries and keys in a way that is not in the form",
     "is sparse": "queries meet a chosen part of the keys, in an order that is not in the form",
     "scales by position": "queries are scaled by their position, which is not in the form",
 }
@@ -140,7 +141,7 @@ def own_config(attention: str, config: Config) -> Config:
     2
     """
     path = attention.split(".")
-    while True:
+    while True:  # from the whole to its parts
         assumed = defaults(config.get("model_type")).get("parts", {})
         parts: dict[str, Config] = {
             key: value
@@ -160,6 +161,8 @@ def own_config(attention: str, config: Config) -> Config:
             if has_heads or "text_config" not in parts:
                 return completed(config)
             best = "text_config"
+        if scores[best] < 1:
+            path = path[1:]
         inner = dict(parts[best])
         inner.setdefault("model_type", assumed.get(best))
         config = inner
@@ -212,8 +215,8 @@ def _choose(rows: Sequence[Recipe], model_type: str | None) -> Recipe:
 def _matrix(names: Names, name: str, transposed: bool | None) -> tuple[int, int, bool]:
     """A stored weight's rows and columns in nn.Linear's order, and if they are transposed."""
     shape = names.shape(name)
-    if len(shape) > 2 and math.prod(shape[2:]) == 1:  # a convolution over one place
-        shape = shape[:2]
+    if len(shape) > 2 and math.prod(shape[2:]) == 1 and shape[0] == shape[1]:
+        shape = shape[:2]  # a convolution over one place, not in groups
     if len(shape) != 2 or 1 in shape:
         raise _UnreadableError(
             f"{name} has shape {shape}, which is not that of a weight matrix; "
@@ -414,7 +417,7 @@ class _Site:
         group = self.group(heads, kv_heads)
         whole = self.projection(recipe.query, transposed=flipped)
         packing = recipe.packing
-        if packing == "grouped" or (packing == "concatenated" and self.has("cut by heads")):
+        if packing == "grouped" or (group == 1 and self.has("cut by heads")):
             query = replace(whole, inner=group + 2, last=group)
             key = replace(whole, inner=group + 2, first=group, last=group + 1)
         elif packing == "four groups":
@@ -566,9 +569,8 @@ class _Site:
         config = self.config
         if self.has("no rotation"):
             return False
-        kind = str(config.get("position_embedding_type") or "rope")
-        if kind in ("nope", "absolute", "none") and self.has("says how it turns"):
-            return False
+        if self.has("says how it turns"):
+            return config.get("position_embedding_type") in ("rope", "rotary")
         if self.has("turns in windows only") and first_of(config, "sliding_window") is not None:
             return layer_type(config, self.layer) == "sliding_attention"
         return config.get("use_mem_rope") is not False
