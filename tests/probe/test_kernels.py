@@ -127,6 +127,24 @@ def test_flex_attention_is_measured_with_its_functions(case: str, kept: str) -> 
     assert flex_module.flex_attention is flex_attention and not hasattr(flex_attention, "_locater")
 
 
+def test_two_models_that_keep_flex_each_are_both_seen_until_the_last_leaves() -> None:
+    """The second finds the functions wrapped already, and its own copy of them not."""
+    models = [Calls(flex_attention), Calls(torch.compile(flex_attention, backend="eager"))]
+    query, key, value = inputs()
+    first, second = (Probe(one, queries="all") for one in models)
+    with torch.no_grad(), first:
+        with second:
+            for one in models:
+                one(query, key, value)
+        kept = second.model.function
+        models[0](query, key, value)
+    assert (first.measured, second.measured) == (2, 1)
+    assert [one.rows for one in first.records] == [2 * one.rows for one in second.records]
+    assert hasattr(kept, "_locater_original")  # a wrapper, which does nothing any more
+    assert models[0].function is flex_attention
+    assert not hasattr(models[1].function, "_locater_original")
+
+
 def test_flex_with_shared_keys_padding_and_a_scale() -> None:
     query, key, value = inputs(shared=2)
     model = Calls()

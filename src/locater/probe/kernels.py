@@ -180,13 +180,14 @@ def wrap(user: object, model: nn.Module) -> None:
             for module in modules
             if hasattr(sys.modules.get(module), name)
         ]
-        readers = {id(one): _reader(name, one) for name, one in loaded if not _is_ours(one)}
+        originals = [(name, getattr(one, "_locater_original", one)) for name, one in loaded]
+        readers = {id(one): _reader(name, one) for name, one in originals}
         if not readers:
             return
         wrappers: dict[int, Any] = {}
         for space in _spaces(model):
             for name, value in list(space.items()):
-                if isinstance(value, FunctionType):
+                if isinstance(value, FunctionType) and not _is_ours(value):
                     original = getattr(value, "_torchdynamo_orig_callable", value)
                     reader = readers.get(id(original))
                     if reader is not None:
