@@ -1,0 +1,153 @@
+"""What-ifs on real models, against the truth: makes results/what-if/NAME.json.
+
+python benchmarks/study_what_if.py MODEL TEXT --name smollm2 --tokens 128 --blocks 400 \\
+    --lengths 512 1024 --truth 48 [--yarn 4]
+Moments come from short blocks of the first half of the text.  The truth is the model itself, run on
+blocks of the other length from the second half (with --yarn, with its positions changed).
+Baselines: the short entropy copied, plus ln of the ratio of the lengths, in proportion to ln T.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from locater.files import write_file
+from locater.models.live import find_attention
+from locater.models.loading import load_model, read_text, text_blocks
+from locater.probe.samples import collect
+from locater.reality.what_if import Change, Moments, look, moments, what_if
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("text")
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--blocks", type=int, default=400)
+    parser.add_argument("--lengths", type=int, nargs="*", default=[512])
+    parser.add_argument("--truth", type=int, default=48, help="blocks of each length")
+    parser.add_argument("--yarn", type=float, default=0.0)
+    parser.add_argument("--draws", type=int, default=300)
+    parser.add_argument("--layers", default=None)
+    parser.add_argument("--out", type=Path, default=Path("results/what-if"))
+    given = parser.parse_args()
+    model, tokenizer = load_model(given.model)
+    text = read_text(given.text)
+    first, second = text[: len(text) // 2], text[len(text) // 2 :]
+    short = text_blocks(tokenizer, first, tokens=given.tokens, blocks=given.blocks)
+    known = moments(model, short, name=given.name, layers=given.layers)
+    path = known.save(given.out / f"{given.name}.safetensors")
+    size = path.stat().st_size
+    path.unlink()
+    before = truth(model, given, text_blocks(tokenizer, second, tokens=given.tokens,
+                                             blocks=4 * given.truth))  # fmt: skip
+    result: dict[str, Any] = {
+        "model": given.name,
+        "tokens": given.tokens,
+        "blocks": len(short),
+        "moments_bytes": size,
+        "here": compared(known, Change(), before, before, given.draws),
+    }
+    for length in given.lengths:
+        change = Change(tokens=length, rope_scaling=f"yarn:{given.yarn:g}" if given.yarn else "")
+        long = text_blocks(tokenizer, second, tokens=length, blocks=given.truth)
+        if given.yarn:
+            stretch(model, given.yarn)
+        after = truth(model, given, long)
+        key = f"{length}, yarn {given.yarn:g}" if given.yarn else str(length)
+        result[key] = compared(known, change, before, after, given.draws)
+        print(key, json.dumps(result[key]["summary"], indent=1), flush=True)
+        stored = given.out / f"{given.name}{'-yarn' if given.yarn else ''}.json"
+        write_file(stored, json.dumps(result, indent=1))
+
+
+def stretch(model: Any, factor: float) -> None:
+    """Give a Llama the frequencies that its own library computes for yarn."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = model.config
+    config.rope_parameters = {
+        **(getattr(config, "rope_parameters", None) or {}),
+        "rope_type": "yarn", "factor": factor,
+        "original_max_position_embeddings": config.max_position_embeddings,
+    }  # fmt: skip
+    for module in model.modules():
+        if hasattr(module, "inv_freq"):
+            module.inv_freq, module.attention_scaling = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
+
+
+def truth(model: Any, given: Any, blocks: torch.Tensor) -> list[dict[str, Any]]:
+    """What the last query of every head did, by the model's own logits."""
+    found = [
+        one
+        for one in find_attention(model, layers=given.layers)
+        if one.layout.kind == "self" and one.module is not None
+    ]
+    rows = []
+    for sample in collect(model, found, blocks, keep=0, batch=2):
+        for head in range(sample.logits.shape[1]):
+            seen = look(sample.logits[:, head].double())
+            rows.append({"layer": sample.attention.layout.layer, "head": head, **asdict(seen)})
+    return rows
+
+
+def compared(
+    known: Moments,
+    change: Change,
+    before: list[dict[str, Any]],
+    after: list[dict[str, Any]],
+    draws: int,
+) -> dict[str, Any]:
+    """Errors of the prediction and of what needs no theory, over heads."""
+    found = what_if(known, change, draws=draws)
+    ratio = math.log(found.tokens) / math.log(known.layers[0].tokens)
+    longer = math.log(found.tokens / known.layers[0].tokens)
+    rows = []
+    for ours, short, long in zip(found.rows, before, after, strict=True):
+        assert (ours["layer"], ours["head"]) == (long["layer"], long["head"])
+        predicted = {name.removesuffix("_after"): value for name, value in ours.items()
+                     if name.endswith("_after")}  # fmt: skip
+        rows.append({"layer": long["layer"], "head": long["head"], "ours": predicted,
+                     "short": short, "truth": long})  # fmt: skip
+
+    def entropy(value: Any) -> dict[str, float]:
+        gaps = torch.tensor(
+            [abs(value(row) - row["truth"]["entropy"]) for row in rows], dtype=torch.float64
+        )
+        return {"mean": gaps.mean().item(), "median": gaps.median().item(),
+                "p90": gaps.quantile(0.9).item(), "worst": gaps.max().item()}  # fmt: skip
+
+    moved = (
+        torch.tensor(
+            [[row["ours"]["entropy"], row["truth"]["entropy"]] for row in rows], dtype=torch.float64
+        )
+        - torch.tensor([row["short"]["entropy"] for row in rows], dtype=torch.float64)[:, None]
+    )
+    reach = [abs(row["ours"]["largest"] / row["truth"]["largest"] - 1) <= 0.1 for row in rows]
+    noise = sum(row["truth"]["entropy_error"] for row in rows) / len(rows)
+    summary = {
+        "heads": len(rows),
+        "entropy_error_ours": entropy(lambda row: row["ours"]["entropy"]),
+        "entropy_error_copy": entropy(lambda row: row["short"]["entropy"]),
+        "entropy_error_plus_ln": entropy(lambda row: row["short"]["entropy"] + longer),
+        "entropy_error_in_proportion": entropy(lambda row: row["short"]["entropy"] * ratio),
+        "entropy_standard_error_of_the_truth": noise,
+        "change_correlation": torch.corrcoef(moved.T)[0, 1].item() if longer else None,
+        "largest_logit_within_10_percent": sum(reach) / len(reach),
+        "sink_error": sum(
+            abs(row["ours"]["sink_mass"] - row["truth"]["sink_mass"]) for row in rows
+        ) / len(rows),
+    }  # fmt: skip
+    return {"summary": summary, "heads": rows}
+
+
+if __name__ == "__main__":
+    main()
