@@ -342,7 +342,8 @@ class Probe(Recorder):
             is_real = None
         with torch.no_grad(), _no_autocast(tokens.device):
             mine = self.now.results.setdefault(place.name, _Results(place))
-            mine.ranks.append(token_rank(tokens, is_real).cpu())
+            ranks = token_rank(tokens, is_real).cpu().double()
+            mine.ranks = mine.ranks + torch.nn.functional.pad(ranks, (0, 1), value=1.0).sum(0)
             whole = tokens if is_real is None else tokens[is_real.all(1)]
             whole = whole if whole.dtype == torch.float64 else whole.float()
             if whole.shape[1] >= 2:
@@ -414,7 +415,8 @@ class _Results:
 
     place: Place
     sums: Tally | None = None
-    ranks: list[Float[Tensor, "sequences 3"]] = field(default_factory=list)
+    ranks: Float[Tensor, " 4"] = field(default_factory=lambda: torch.zeros(4).double())
+    """Sums of `token_rank` over the sequences, and their number."""
     inputs: list[Float[Tensor, "batch tokens model"]] = field(default_factory=list)
 
     def add(self, other: _Results) -> None:
@@ -423,7 +425,7 @@ class _Results:
             self.sums = other.sums
         elif other.sums is not None:
             self.sums.add(other.sums)
-        self.ranks += other.ranks
+        self.ranks = self.ranks + other.ranks
         self.inputs += other.inputs
 
     def heads(self) -> list[MeasuredHead]:
@@ -464,12 +466,12 @@ class _Results:
 
     def rank(self) -> TokenRank | None:
         """Averages over all sequences."""
-        if not self.ranks:
+        sequences = round(self.ranks[3].item())
+        if not sequences:
             return None
-        every = torch.cat(self.ranks).double()
-        similarity, effective, residual = every.mean(0).tolist()
+        similarity, effective, residual = (self.ranks[:3] / sequences).tolist()
         where = self.place.name, self.place.layer
-        return TokenRank(*where, similarity, effective, residual, sequences=len(every))
+        return TokenRank(*where, similarity, effective, residual, sequences=sequences)
 
     def metrics(self, *, per_head: bool) -> dict[str, float]:
         """Averages over the heads, and of the tokens; where asked for each head's own."""
@@ -524,7 +526,7 @@ def _gathered(results: Mapping[str, _Results]) -> dict[str, _Results]:
     whole: dict[str, _Results] = {}
     for rank in every:
         for name, place, sums, ranks in rank:
-            whole.setdefault(name, _Results(place)).add(_Results(place, sums, list(ranks)))
+            whole.setdefault(name, _Results(place)).add(_Results(place, sums, ranks))
     for name, one in results.items():
         whole[name].inputs = one.inputs
         if one.sums is not None:
