@@ -19,8 +19,10 @@ RESULTS = ROOT / "results" / "coverage.json"
 TABLE = ROOT / "src" / "locater" / "models" / "coverage.json"
 DEFAULTS = TABLE.with_name("defaults.json")
 PAGE = ROOT / "docs" / "coverage.md"
+README = ROOT / "README.md"
+COUNT = r"\d+ of \d+ model types"
 KEPT = ("model_type", "architecture", "status", "gap", "file_gap", "attentions", "counts",
-        "is_named", "missing", "notes")  # fmt: skip
+        "is_named", "missing")  # fmt: skip
 ORDER = ("verified", "skipped", "partly", "missed", "wrong")
 """From the best to the worst that may come out for a class of a model type."""
 UNTESTED = {
@@ -46,6 +48,7 @@ def publish(records: Records) -> None:
     TABLE.write_text(_lines({"transformers": version}, "types", types(records)))
     table = json.loads(TABLE.read_text())
     PAGE.write_text(page(known_of(table)))
+    README.write_text(re.sub(COUNT, counted(known_of(table)), README.read_text()))
 
 
 def known_of(table: Mapping[str, Any]) -> list[Known]:
@@ -88,6 +91,8 @@ def _type(group: list[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _rounded(value: Any) -> Any:
     """Numbers to two digits, infinite ones as none: JSON has no others."""
+    if isinstance(value, list):
+        return [one[:160] for one in value[:4]]
     if isinstance(value, float):
         return float(f"{value:.2g}") if math.isfinite(value) else None
     return value
@@ -96,6 +101,12 @@ def _rounded(value: Any) -> Any:
 def _lines(head: Mapping[str, Any], name: str, rows: Mapping[str, Any]) -> str:
     lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(one)}" for key, one in rows.items())
     return f'{json.dumps(head)[:-1]},\n "{name}": {{\n{lines}\n}}}}\n'
+
+
+def counted(types: Iterable[Known]) -> str:
+    """How many of the types with softmax attention are verified."""
+    statuses = [one.status for one in types if one.status is not None]
+    return f"{statuses.count('verified')} of {len(statuses)} model types"
 
 
 def page(types: Iterable[Known]) -> str:

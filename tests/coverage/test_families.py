@@ -6,7 +6,7 @@ import json
 
 import pytest
 from tests.coverage.check import check
-from tests.coverage.publish import PAGE, RESULTS, TABLE, known_of, page, types
+from tests.coverage.publish import PAGE, README, RESULTS, TABLE, counted, known_of, page, types
 
 from locater.models import coverage
 
@@ -101,6 +101,7 @@ def test_every_family_that_people_use_was_put_to_the_test() -> None:
 
 def test_the_page_says_what_the_table_holds() -> None:
     assert PAGE.read_text() == page(known_of(json.loads(TABLE.read_text())))
+    assert counted(known_of(json.loads(TABLE.read_text()))) in README.read_text()
     assert coverage.every() == known_of(json.loads(TABLE.read_text()))
 
 

@@ -196,7 +196,7 @@ TRAITS: Mapping[str, frozenset[str]] = {
         "blt_local_decoder blt_local_encoder blt_patcher llama4_text moonshine "
         "moonshine_streaming moonshine_streaming_encoder openai_privacy_filter qwen2_5_omni_dit "
         "deepseek_v2 deepseek_v3 deepseek_v32 bailing_hybrid longcat_flash glm_moe_dsa "
-        "roformer mistral4 axk1 axk2 youtu minicpm3",
+        "roformer mistral4 axk1 axk2 youtu",
         "turns backwards": "nanochat",
         "turns in windows only": "cohere2 cohere2_moe exaone4 exaone_moe kolibri1 flint afmoe",
         "says how it turns": "esm granitemoehybrid",
@@ -237,7 +237,7 @@ TRAITS: Mapping[str, frozenset[str]] = {
         "sam3_lite_text_detr_decoder inkling_text inkling2_text zaya",
         "pools": "hiera sam2_hiera_det_model mobilevit pvt pvt_v2 segformer florence_vision "
         "groupvit_vision_model videoprism_vision_model cvt canine",
-        "turns otherwise": "qwen2_5_omni_dit gemma4_vision",
+        "turns otherwise": "qwen2_5_omni_dit gemma4_vision vjepa2",
         "joins keys": "t5gemma2_decoder diffusion_gemma_text lightglue",
         "scales dimensions": "timesfm2_5 timesfm videoprism",
         "is sparse": "longformer led informer longt5 pegasus_x",
