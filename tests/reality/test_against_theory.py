@@ -291,3 +291,31 @@ def test_copying_stands_beside_the_theory_and_counting_noise_is_taken_off() -> N
     assert worst["worst"] == max(row["rho_error_copy"] for row in rows)
     assert worst["median"] <= worst["p90"] <= worst["worst"]
     assert summary["rho_error_copy"] < summary["rho_error_printed"]
+
+
+def test_layers_that_do_not_fit_together_are_sampled_one_by_one(
+    samples: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = load_model(samples / "model")
+    blocks = text_blocks(tokenizer, read_text(samples / "text.txt"), tokens=8, blocks=60)
+    config = RealityConfig(draws=20, exact=False)
+    together = against_theory(model, blocks, config)
+    monkeypatch.setattr("locater.probe.samples._AT_ONCE", 1)
+    passes: list[int] = []
+    apart = against_theory(
+        model, blocks, config,
+        report=lambda stage, done, total: passes.append(done) if stage == "model" else None,
+    )  # fmt: skip
+    assert passes.count(len(blocks)) == len(apart.layers) == 2
+    assert together.rows() == apart.rows()
+
+
+def test_a_model_is_loaded_where_and_as_it_is_asked_for(samples: Path) -> None:
+    model, tokenizer = load_model(samples / "model", dtype="bfloat16")
+    assert next(model.parameters()).dtype == torch.bfloat16
+    blocks = text_blocks(tokenizer, read_text(samples / "text.txt"), tokens=8, blocks=60)
+    reality = against_theory(model, blocks, RealityConfig(draws=20, exact=False))
+    # the logits were rounded to 8 bits after the product: 2^-8 of the largest is the gap
+    assert all(layer.logit_gap < 0.1 for layer in reality.layers)
+    with pytest.raises(ConfigError, match="no device"):
+        load_model(samples / "model", device="cuda:99")

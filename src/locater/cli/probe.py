@@ -24,6 +24,10 @@ class OnText:
     """T, the length of a block; its last token is the last query."""
     blocks: int = 600
     """Blocks in all, evenly spread over the text."""
+    device: str = "cpu"
+    """Where the model runs: cpu, cuda, cuda:1, mps."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """What its weights are held in; measurements are taken in float32 at least."""
     special: bool = False
     """Put the model's opening token ([CLS], or its beginning of a text) before every block."""
     top: int = 20
@@ -44,7 +48,7 @@ class OnText:
         from locater.models.loading import load_model, read_text, text_blocks
 
         text = read_text(self.text)
-        model, tokenizer = load_model(self.model, say=say)
+        model, tokenizer = load_model(self.model, device=self.device, dtype=self.dtype, say=say)
         sizes = {"tokens": self.tokens, "blocks": self.blocks}
         return model, text_blocks(tokenizer, text, special=self.special, **sizes)
 

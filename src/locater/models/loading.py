@@ -8,30 +8,45 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from locater.errors import ConfigError, InputError, LocaterError, MissingExtraError
+from locater.errors import ConfigError, InputError, LocaterError, MissingExtraError, unknown
 
+Dtype = Literal["float32", "bfloat16", "float16"]
 PATIENCE = 15.0
 """Seconds between two words to somebody who waits."""
 
 
 def load_model(
-    source: str | Path, *, say: Callable[[str], None] = lambda _: None
+    source: str | Path,
+    *,
+    device: str = "cpu",
+    dtype: Dtype = "float32",
+    say: Callable[[str], None] = lambda _: None,
 ) -> tuple[nn.Module, Any]:
-    """A model in float32 without its head, and its tokenizer; needs the extra `hf`.
+    """A model without its head, and its tokenizer; needs the extra `hf`.
 
     `source` is a local folder, a GGUF file, or an id of the Hugging Face hub; `say` hears where
     somebody has to wait.
     """
     try:
+        place = torch.device(device)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(
+            f"there is no device {device!r} here.", hint="cpu, cuda, cuda:1 and mps are devices."
+        ) from error
+    try:
         import transformers
     except ImportError as error:  # pragma: no cover - the dev environment has it
         raise MissingExtraError("transformers", extra="hf") from error
+    if dtype not in get_args(Dtype):
+        raise unknown("dtype", dtype, get_args(Dtype))
+    kind = getattr(torch, dtype)
     path = Path(source).expanduser()
     options: dict[str, Any] = {}
     name = str(path if path.exists() else source)
@@ -53,7 +68,7 @@ def load_model(
     talk.set_verbosity_error()  # a head without weights, or weights without a head, is no news here
     try:
         with _patience(name, say):
-            model = transformers.AutoModel.from_pretrained(name, dtype=torch.float32, **options)
+            model = transformers.AutoModel.from_pretrained(name, dtype=kind, **options)
             tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
     except Exception as error:  # whatever a config or a server made of it
         if os.environ.get("LOCATER_TRACEBACK"):
@@ -72,7 +87,7 @@ def load_model(
         model = model.get_encoder()  # a text alone feeds the encoder
     if hasattr(model.config, "use_cache"):
         model.config.use_cache = False
-    return model.eval(), tokenizer
+    return model.to(place).eval(), tokenizer
 
 
 @contextmanager

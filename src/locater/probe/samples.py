@@ -85,6 +85,17 @@ class _BlockRecorder(Recorder):
         inputs[done : done + len(tokens)] = tokens[: max(self.keep - done, 0)].float().cpu()
 
 
+def at_once(attentions: list[LiveAttention], blocks: Tensor) -> int:
+    """How many attentions may be sampled in one pass, so that inputs take at most 1.6 GB."""
+    tokens = blocks.shape[0] * blocks.shape[1]
+    widest = max(one.layout.model for one in attentions)
+    return max(1, _AT_ONCE // (tokens * widest))
+
+
+_AT_ONCE = 400_000_000
+"""Numbers of kept inputs."""
+
+
 def collect(
     model: nn.Module,
     attentions: list[LiveAttention],

@@ -156,11 +156,12 @@ class Recorder:
     def run(self, blocks: Tensor, *, batch: int = 16) -> Iterator[int]:
         """Run the model on blocks of tokens in evaluation mode; yields how many are done."""
         was_training, done = self.model.training, 0
+        device = next((one.device for one in self.model.parameters()), blocks.device)
         self.model.eval()
         try:
             with self, torch.inference_mode():
                 for part in blocks.split(batch):
-                    self._run(part)
+                    self._run(part.to(device))
                     done += len(part)
                     yield done
         finally:

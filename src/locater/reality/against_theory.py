@@ -28,7 +28,7 @@ from locater.core.theory import (
 from locater.engines import one_thread
 from locater.errors import ConfigError, LocaterError
 from locater.models.live import find_attention
-from locater.probe.samples import LARGEST_GAP, AttentionSamples, collect, logit_gap
+from locater.probe.samples import LARGEST_GAP, AttentionSamples, at_once, collect, logit_gap
 from locater.reality.theories import COLUMNS, Prediction, predictions
 
 
@@ -378,32 +378,34 @@ def against_theory(
             "no self-attention of the model has a fixed W_QK.",
             hint="models with qk-norm are measured by `locater probe`, or Probe(model), alone.",
         )
-    samples = collect(
-        model,
-        readable,
-        torch.cat([blocks[:used], rest]),
-        keep=used,
-        batch=config.batch,
-        report=lambda done, total: report("model", done, total),
-    )
-    for sample in samples:
-        if not sample.sees_all:
-            skipped[sample.attention.layout.name] = (
-                "its last query does not see every key: use fewer tokens than its window"
-            )
-    samples = [one for one in samples if one.attention.layout.name not in skipped]
-    if not samples:
+    every = torch.cat([blocks[:used], rest])
+    layers: list[LayerReality] = []
+    some = at_once(readable, blocks[:used])
+    for start in range(0, len(readable), some):
+        samples = collect(
+            model,
+            readable[start : start + some],
+            every,
+            keep=used,
+            batch=config.batch,
+            report=lambda done, total: report("model", done, total),
+        )
+        for sample in samples:
+            if sample.sees_all:
+                with one_thread():
+                    layers.append(layer_against_theory(sample, config))
+            else:
+                skipped[sample.attention.layout.name] = (
+                    "its last query does not see every key: use fewer tokens than its window"
+                )
+            sample.inputs = sample.inputs[:0]  # free it: layers add up to gigabytes
+            report("layers", len(layers), len(readable))
+    if not layers:
         raise LocaterError(
             f"no last query of {blocks.shape[1]} tokens sees every key.",
             hint="a sliding window or padding hides some: use fewer tokens, or measure alone, "
             "with `locater probe` or Probe(model).",
         )
-    layers = []
-    with one_thread():
-        for place in range(len(samples)):
-            layers.append(layer_against_theory(samples[place], config))
-            samples[place].inputs = samples[place].inputs[:0]  # free it: layers add up to gigabytes
-            report("layers", place + 1, len(samples))
     return Reality(layers, used, len(rest), blocks.shape[1], skipped)
 
 

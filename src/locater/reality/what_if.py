@@ -30,7 +30,7 @@ from locater.errors import ConfigError, InputError
 from locater.files import write_file
 from locater.models.live import find_attention
 from locater.models.positions import stretched
-from locater.probe.samples import collect
+from locater.probe.samples import at_once, collect
 
 _PARTS = ("kernel", "covariance", "mean", "query_bias", "key_bias", "frequencies", "distance_bias")
 QUANTILE = 0.999
@@ -228,8 +228,7 @@ def moments(
         )
     if len(blocks) < 8:
         raise InputError(f"{len(blocks)} blocks are too few.", hint="give hundreds.")
-    size = blocks[0].numel() * max(one.layout.model for one in found) * len(blocks)
-    some = max(1, _AT_ONCE // size)
+    some = at_once(found, blocks)
     made: list[LayerMoments] = []
     for start in range(0, len(found), some):
         few = found[start : start + some]
@@ -251,10 +250,6 @@ def moments(
     said = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     context = said if isinstance(said, int) else blocks.shape[1]
     return Moments(model=name, blocks=len(blocks), context=context, layers=tuple(made))
-
-
-_AT_ONCE = 400_000_000
-"""Numbers of inputs that are held at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
