@@ -427,9 +427,8 @@ def _data(context: Context, sweep: Sweep) -> str:
 def _trained(context: Context, figure: str) -> tuple[Sweep, dict[str, Run]]:
     """The runs of a figure; finished ones are never trained again."""
     sweep = sweep_named(figure if context.scale == "paper" else f"{figure}-{context.scale}")
-    folders = SweepFolders(
-        out=context.store / "lab", data=_data(context, sweep), results=context.results
-    )
+    results = None if context.scale == "quick" else context.results  # none are published of it
+    folders = SweepFolders(out=context.store / "lab", data=_data(context, sweep), results=results)
     runs = run_sweep(sweep.configs(), folders, report=context.progress)
     return sweep, {run.config.digest: run for run in runs}
 
