@@ -68,6 +68,8 @@ class Context:
     """Published runs, which are not trained again."""
     reality: Path | None = None
     """Published studies of real models."""
+    train: bool = True
+    """Otherwise only runs that are finished are taken, and parts that need a model left out."""
     progress: Callable[[int, int], None] = lambda done, total: None
     say: Callable[[str], None] = lambda _: None
 
@@ -270,6 +272,8 @@ def protocol_part(context: Context) -> Result:
 
 def audit_part(context: Context) -> Result:
     """The heads of the models of Fig. 7, as `locater audit` shows them."""
+    if not context.train:
+        return Result(sections=())
     sweep, _ = _trained(context, "fig7")
     audits = []
     for setting, path in _folders(context, sweep):
@@ -283,6 +287,8 @@ def audit_part(context: Context) -> Result:
 
 def reality_part(context: Context) -> Result:
     """Theory against the models that were just trained, on text that they have not seen."""
+    if not context.train:
+        return Result(sections=())
     sweep, _ = _trained(context, "fig7")
     studies: list[Record] = []
     for setting, path in _folders(context, sweep):
@@ -429,7 +435,11 @@ def _trained(context: Context, figure: str) -> tuple[Sweep, dict[str, Run]]:
     sweep = sweep_named(figure if context.scale == "paper" else f"{figure}-{context.scale}")
     results = None if context.scale == "quick" else context.results  # none are published of it
     folders = SweepFolders(out=context.store / "lab", data=_data(context, sweep), results=results)
-    runs = run_sweep(sweep.configs(), folders, report=context.progress)
+    if context.train:
+        runs = run_sweep(sweep.configs(), folders, report=context.progress)
+    else:
+        ended = (folders.finished(config) for config in sweep.configs())
+        runs = [run for run in ended if run is not None]
     return sweep, {run.config.digest: run for run in runs}
 
 

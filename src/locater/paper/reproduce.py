@@ -41,6 +41,8 @@ class ReproduceConfig:
     """Published runs (a folder of .jsonl): these are not trained again."""
     reality: Path | None = None
     """Published studies of real models (results/reality): their heads come first on the page."""
+    train: bool = True
+    """--no-train takes only runs that are finished."""
     exports: bool = True
     """Write every figure as SVG, PNG and PDF too."""
     table: Path | None = None
@@ -99,6 +101,7 @@ def reproduce(config: ReproduceConfig, *, report: Say = lambda _: None) -> Path:
                     data=config.data,
                     results=config.results,
                     reality=config.reality,
+                    train=config.train,
                     progress=clock.progress,
                     say=report,
                 )
@@ -224,7 +227,9 @@ def _source_digest() -> str:
 
 def _digest(part: str, config: ReproduceConfig, source: str) -> str:
     given = [_state(path) for path in (config.data, config.results, config.reality)]
-    text = json.dumps([part, config.scale, given, source, version("torch"), version("altair")])
+    text = json.dumps(
+        [part, config.scale, config.train, given, source, version("torch"), version("altair")]
+    )
     return blake2b(text.encode(), digest_size=8).hexdigest()
 
 
