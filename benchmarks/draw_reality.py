@@ -169,7 +169,8 @@ def table(studies: Studies, name: str) -> str:
 
 def _summary(studies: Studies) -> str:
     """Mean |error| of ρ by prediction and model, and over all heads of the real models."""
-    keys = {f"rho_error_{c}": label for c, label in COLUMNS.items()}
+    found = {key for study in studies.values() for key in study["summary"]}
+    keys = {key: label for c, label in COLUMNS.items() if (key := f"rho_error_{c}") in found}
     keys |= {
         "rho_noise": "noise of counting",
         "law_error": "a Gaussian score with the mean and variance measured",

@@ -46,10 +46,10 @@ def test_the_verdicts_are_written_between_the_marks_of_a_page(
     made: list[str], tmp_path: Path
 ) -> None:
     page = tmp_path / "page.md"
-    page.write_text("before\n<!-- results: verdicts -->\nold\n<!-- end -->\nafter\n")
+    page.write_text("before\n<!-- results: verdicts -->\nstale words\n<!-- end -->\nafter\n")
     reproduce(ReproduceConfig(out=tmp_path / "out", table=page))
     text = page.read_text()
-    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
+    assert text.startswith("before\n") and text.endswith("after\n") and "stale words" not in text
     assert "2 claims: 2 reproduced" in text and "| one | c | **reproduced** | 1 |" in text
     with pytest.raises(ConfigError, match="nothing at"):
         ReproduceConfig(table=tmp_path / "none.md")
