@@ -17,13 +17,37 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from locater import ConfigError, InputError, LocaterError, Probe
-from locater.control.stabilizers import METHODS, QKClip, QKNorm, QKRate, SigmaReparam, stabilize
+from locater.control.stabilizers import (
+    METHODS,
+    QKClip,
+    QKNorm,
+    QKRate,
+    SigmaReparam,
+    Stabilizer,
+    stabilize,
+)
 from locater.models.live import find_attention
 from locater.probe.rows import Logits, ScoredKeys
 from locater.probe.watch import Place, Recorder
 
 NAMES = ["gpt2", "llama", "bert", "vit"]
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
+
+
+@pytest.fixture(autouse=True)
+def removed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Methods that watch a model's calls do so until they are removed."""
+    made: list[Stabilizer] = []
+
+    def kept(*args: Any, **settings: Any) -> Stabilizer:
+        made.append(original(*args, **settings))
+        return made[-1]
+
+    original = stabilize
+    monkeypatch.setitem(globals(), "stabilize", kept)
+    yield
+    for one in made:
+        one.remove()
 
 
 def model_of(name: str, implementation: str = "sdpa") -> nn.Module:
