@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
 from locater import Probe
+from locater.probe import kernels
 
 THREADS, PASSES = 3, 10
 
@@ -154,3 +157,19 @@ def test_a_model_may_be_copied_while_it_runs() -> None:
         model(randn(2, 5, 8))
     assert not model.twin[0]._forward_hooks
     assert {one.rows for one in probe.records} == {4}
+
+
+@pytest.mark.parametrize("kind", ["own hooks", "global hooks"])
+def test_a_watcher_that_nobody_removed_ends_with_its_model(kind: str) -> None:
+    """Dropping both is enough: no wrapper, no global hook and no model stays behind."""
+    model = nn.TransformerEncoderLayer(8, 2, batch_first=True)
+    whole = model if kind == "global hooks" else nn.Sequential(model)
+    probe = Probe(whole)
+    probe.attach()
+    whole(torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0)))
+    left = weakref.ref(whole)
+    assert kernels._users
+    del model, whole, probe
+    gc.collect()
+    assert left() is None and not kernels._users and not kernels._places
+    assert not modules._global_forward_hooks

@@ -163,7 +163,7 @@ _NAMES = {
     "flash_attn_qkvpacked_func": _FLASH,
     "flash_attn_kvpacked_func": _FLASH,
 }
-_lock = threading.Lock()
+_lock = threading.RLock()  # a recorder may be collected while it is held
 _users: list[int] = []
 """Recorders that are attached, by id."""
 _places: list[tuple[dict[str, Any], str, Any]] = []
@@ -196,11 +196,11 @@ def wrap(user: object, model: nn.Module) -> None:
                         space[name] = wrapper
 
 
-def unwrap(user: object) -> None:
-    """Put back what was there, when nobody is attached any more."""
+def unwrap(user: int) -> None:
+    """Put back what was there, when nobody is attached any more; users go by their id."""
     with _lock:
-        if id(user) in _users:
-            _users.remove(id(user))
+        if user in _users:
+            _users.remove(user)
         while not _users and _places:
             space, name, value = _places.pop()
             if _is_ours(space.get(name)):

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
+from weakref import WeakMethod, finalize
 
 import torch
 from torch import Tensor, nn
@@ -89,6 +90,7 @@ class Recorder:
         }
         self._names = {module: plain_name(path) for path, module in model.named_modules()}
         self._handles: list[Any] = []
+        self._ends: finalize[..., Any] | None = None
         self.lock = threading.RLock()
         self.now = threading.local()
 
@@ -142,13 +144,14 @@ class Recorder:
                 self.model.register_forward_hook(self._after, with_kwargs=True, always_call=True),
             ]
             vars(self.model)["__reduce_ex__"] = partial(_without_recorders, self.model)
+        # nobody else may remember to: then it ends with its model
+        self._ends = finalize(self, _let_go, list(self._handles), id(self))
 
     def detach(self) -> None:
         """Stop watching; the results stay."""
-        for handle in self._handles:
-            _remove_hook(handle)
+        if self._ends is not None:
+            self._ends()
         self._handles = []
-        kernels.unwrap(self)
         if not any(map(_is_recorders, self.model._forward_hooks.values())):
             vars(self.model).pop("__reduce_ex__", None)
         self._stop()
@@ -215,9 +218,12 @@ class Recorder:
             self.end()
 
     def _root_only(self, hook: Any) -> Any:
+        weak = WeakMethod(hook)  # global hooks must not keep the model alive
+
         def only(module: nn.Module, *rest: Any) -> None:
-            if module is self.model:
-                hook(module, *rest)
+            found = weak()
+            if found is not None and module is found.__self__.model:
+                found(module, *rest)
 
         return only
 
@@ -577,6 +583,12 @@ def _remove_hook(handle: Any) -> None:
     """Remove a hook wholly: torch 2.13 keeps a note of global ones, which torch.compile minds."""
     handle.remove()
     getattr(torch_module, "_global_forward_hooks_with_kwargs", {}).pop(handle.id, None)
+
+
+def _let_go(handles: list[Any], recorder: int) -> None:
+    for handle in handles:
+        _remove_hook(handle)
+    kernels.unwrap(recorder)
 
 
 def _is_recorders(hook: Any) -> bool:
