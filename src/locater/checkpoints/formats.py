@@ -26,6 +26,7 @@ from torch import Tensor
 
 from locater.checkpoints.source import (
     ByteSource,
+    JoinedTensors,
     Place,
     document,
     read_bytes,
@@ -69,19 +70,52 @@ _BITS |= {
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies among the bytes behind the header."""
+    """Where a tensor lies in its file, and how it is stored."""
 
-    dtype: str
+    kind: str | int
+    """A dtype of safetensors, or a quantization of GGUF."""
     shape: tuple[int, ...]
     start: int
     stop: int
 
 
-class SafetensorsFile:
-    """The tensors of one safetensors file, wherever it is."""
+class TensorFile:
+    """Tensors that lie in one file, wherever that is."""
+
+    def __init__(self, source: ByteSource, entries: Mapping[str, StoredTensor]) -> None:
+        self._source, self._entries = source, entries
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            name: entry.shape for name, entry in entries.items()
+        }
+
+    @property
+    def bytes_read(self) -> int:
+        """How many bytes were read so far, the header's among them."""
+        return self._source.bytes_read
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Read these tensors, in the order in which they lie in the file."""
+        ordered = sorted(names, key=lambda name: self._entries[name].start)
+        return {name: self._tensor(name, self._entries[name]) for name in ordered}
+
+    def _bytes(self, entry: StoredTensor, start: int = 0) -> Tensor:
+        raw = torch.empty(entry.stop - entry.start, dtype=torch.uint8)
+        if len(raw):
+            self._source.read_into(start + entry.start, raw.numpy().data)
+        return raw
+
+    def _tensor(self, name: str, entry: StoredTensor) -> Tensor:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._source.close()
+
+
+class SafetensorsFile(TensorFile):
+    """The tensors of one safetensors file, as they are stored."""
 
     def __init__(self, source: ByteSource) -> None:
-        self._source = source
         head = read_bytes(source, 0, 8)
         if head == b"version ":  # as a git-lfs pointer begins
             refuse_pointer(read_bytes(source, 0, 64), source.name)
@@ -98,38 +132,16 @@ class SafetensorsFile:
             raise truncated(source.name, source.size, 8 + length)
         self._data = 8 + length
         raw = read_bytes(source, 8, length)
-        self.entries = parse_header(raw, data=source.size - self._data, name=source.name)
-        self.shapes: Mapping[str, tuple[int, ...]] = {
-            name: entry.shape for name, entry in self.entries.items()
-        }
+        super().__init__(source, parse_header(raw, data=source.size - self._data, name=source.name))
 
-    @property
-    def bytes_read(self) -> int:
-        """How many bytes were read so far, the header's among them."""
-        return self._source.bytes_read
-
-    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Read these tensors as they are stored, in the order in which they lie in the file."""
-        ordered = sorted(names, key=lambda name: self.entries[name].start)
-        return {name: self._tensor(name) for name in ordered}
-
-    def _tensor(self, name: str) -> Tensor:
-        entry = self.entries[name]
-        dtype = getattr(torch, _TORCH_NAMES.get(entry.dtype, ""), None)
+    def _tensor(self, name: str, entry: StoredTensor) -> Tensor:
+        dtype = getattr(torch, _TORCH_NAMES.get(str(entry.kind), ""), None)
         if dtype is None:
             raise LocaterError(
-                f"{name} in {self._source.name} is stored as {entry.dtype}, which is not read.",
+                f"{name} in {self._source.name} is stored as {entry.kind}, which is not read.",
                 hint="give a checkpoint in bfloat16, float16, float32 or float8.",
             )
-        raw = torch.empty(entry.stop - entry.start, dtype=torch.uint8)
-        if len(raw):
-            view = raw.numpy().data
-            self._source.read_into(self._data + entry.start, view)
-        return raw.view(dtype).reshape(entry.shape)
-
-    def close(self) -> None:
-        """Let go of the file."""
-        self._source.close()
+        return self._bytes(entry, self._data).view(dtype).reshape(entry.shape)
 
 
 def parse_header(raw: bytes, *, data: int, name: str) -> dict[str, StoredTensor]:
@@ -360,7 +372,7 @@ def state_of(found: Any, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return state, {str(key): value for config in configs[:1] for key, value in config.items()}
 
 
-class MetaShards:
+class MetaShards(JoinedTensors):
     """The parts of a Llama as Meta publishes it: every part has some heads of every layer."""
 
     def __init__(self, parts: Sequence[PytorchFile]) -> None:
@@ -380,11 +392,6 @@ class MetaShards:
             if name in joined or len(shape) == 1
         }
 
-    @property
-    def bytes_read(self) -> int:
-        """How many bytes were read so far."""
-        return sum(part.bytes_read for part in self._parts)
-
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Read these tensors, joined where each part has some of their rows."""
         whole = self._parts[0].read([name for name in names if not _JOINED.search(name)])
@@ -392,11 +399,6 @@ class MetaShards:
             if name not in whole:
                 whole[name] = torch.cat([part.read([name])[name] for part in self._parts])
         return whole
-
-    def close(self) -> None:
-        """Let go of what was read."""
-        for part in self._parts:
-            part.close()
 
 
 _JOINED = re.compile(r"\.w[qk]\.(?:weight|bias)$")
@@ -652,30 +654,15 @@ _CONFIG = {
 }
 
 
-@dataclass(frozen=True)
-class QuantizedTensor:
-    """Where a tensor lies, and how it is quantized."""
-
-    kind: int
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
-
-class GgufFile:
-    """The tensors of one GGUF file, wherever it is."""
+class GgufFile(TensorFile):
+    """The tensors of one GGUF file, dequantized to float32."""
 
     def __init__(self, source: ByteSource) -> None:
-        self._source = source
         self._gguf = _package()
-        reader = _Header(source)
-        self.metadata, entries = reader.parse(self._gguf)
-        self.entries = {_renamed(name): entry for name, entry in entries.items()}
-        self.shapes: Mapping[str, tuple[int, ...]] = {
-            name: entry.shape for name, entry in self.entries.items()
-        }
-        self.config = gguf_config(self.metadata)
-        if _FREQUENCIES in self.entries:  # llama3's stretching, written out
+        metadata, entries = _Header(source).parse(self._gguf)
+        super().__init__(source, {_renamed(name): entry for name, entry in entries.items()})
+        self.config = gguf_config(metadata)
+        if _FREQUENCIES in entries:  # llama3's stretching, written out
             factors = self.read([_FREQUENCIES])[_FREQUENCIES].tolist()
             self.config["rope_scaling"] = {
                 "rope_type": "longrope",
@@ -684,21 +671,8 @@ class GgufFile:
                 "original_max_position_embeddings": self.config.get("max_position_embeddings", 2),
             }
 
-    @property
-    def bytes_read(self) -> int:
-        """How many bytes were read so far, the header's among them."""
-        return self._source.bytes_read
-
-    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Read these tensors and dequantize them to float32."""
-        ordered = sorted(names, key=lambda name: self.entries[name].start)
-        return {name: self._tensor(name) for name in ordered}
-
-    def _tensor(self, name: str) -> Tensor:
-        entry = self.entries[name]
-        raw = torch.empty(entry.stop - entry.start, dtype=torch.uint8).numpy()
-        if len(raw):
-            self._source.read_into(entry.start, raw.data)
+    def _tensor(self, name: str, entry: StoredTensor) -> Tensor:
+        raw = self._bytes(entry).numpy()
         kind = self._gguf.GGMLQuantizationType(entry.kind)
         rows = raw.reshape(math.prod(entry.shape[:-1]), -1) if len(raw) else raw
         try:
@@ -710,10 +684,6 @@ class GgufFile:
                 hint="update it (pip install -U gguf), or give a file in another quantization.",
             ) from error
         return torch.from_numpy(values).float().reshape(entry.shape)
-
-    def close(self) -> None:
-        """Let go of the file."""
-        self._source.close()
 
 
 def _renamed(name: str) -> str:
@@ -813,7 +783,7 @@ class _Header:
         self._data = b""
         self._place = 0
 
-    def parse(self, gguf: ModuleType) -> tuple[dict[str, Any], dict[str, QuantizedTensor]]:
+    def parse(self, gguf: ModuleType) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
         """The metadata and where the tensors lie."""
         if self._take(4) != MAGIC:
             raise self._bad("does not begin with GGUF")
@@ -847,7 +817,7 @@ class _Header:
 
     def _entry(
         self, gguf: ModuleType, name: str, shape: tuple[int, ...], kind: int, start: int
-    ) -> QuantizedTensor:
+    ) -> StoredTensor:
         try:
             block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
         except (KeyError, ValueError) as error:
@@ -857,7 +827,7 @@ class _Header:
         stop = start + math.prod(shape) // block * size
         if stop > self._source.size:
             raise truncated(self._source.name, self._source.size, stop)
-        return QuantizedTensor(kind, shape, start, stop)
+        return StoredTensor(kind, shape, start, stop)
 
     def _value(self, kind: int, depth: int = 0) -> Any:
         if kind in _SCALARS:

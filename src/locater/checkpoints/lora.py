@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from locater.checkpoints.source import Tensors
+from locater.checkpoints.source import JoinedTensors, Tensors
 from locater.errors import LocaterError
 from locater.models.names import plain_name
 
@@ -34,7 +34,7 @@ class _Change:
     parts: dict[str, str] = field(default_factory=dict)
 
 
-class LoraTensors:
+class LoraTensors(JoinedTensors):
     """A base's tensors, each with W + s B A where the adapter has an A and a B for it.
 
     Merged weights are float32 at least: what the running model computes, before any rounding.
@@ -44,6 +44,7 @@ class LoraTensors:
         self, base: Tensors, adapter: Tensors, settings: Mapping[str, Any], *, name: str
     ) -> None:
         self._base, self._adapter, self._name = base, adapter, name
+        self._parts = (base,) if adapter is base else (base, adapter)
         self._settings = settings
         _check(settings, name)
         self.shapes: Mapping[str, tuple[int, ...]] = {
@@ -139,12 +140,6 @@ class LoraTensors:
                 lost.append(plain)
         return lost
 
-    @property
-    def bytes_read(self) -> int:
-        """How many bytes were read so far, of base and adapter."""
-        beside = self._adapter is self._base
-        return self._base.bytes_read + (0 if beside else self._adapter.bytes_read)
-
     def _needed(self, name: str) -> list[str]:
         """The adapter's tensors that one of the base's needs."""
         change, shift = self._changes.get(name), self._shifts.get(name)
@@ -231,11 +226,6 @@ class LoraTensors:
                 f"the adapter {self._name} has factors of rank {rank} for {module}.", hint=MERGE
             )
         return alpha / (math.sqrt(rank) if self._settings.get("use_rslora") else rank)
-
-    def close(self) -> None:
-        """Let go of base and adapter."""
-        self._base.close()
-        self._adapter.close()
 
 
 def _fits(pattern: str, module: str, name: str) -> bool:

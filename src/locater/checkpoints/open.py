@@ -40,6 +40,7 @@ from locater.checkpoints.source import (
     SUFFIXES,
     Folder,
     Inside,
+    JoinedTensors,
     Place,
     Say,
     Tensors,
@@ -454,7 +455,7 @@ def _pytorch(place: Place, name: str) -> PytorchFile:
     return PytorchFile(path)
 
 
-class ShardedTensors:
+class ShardedTensors(JoinedTensors):
     """Several files as one; where an index names a tensor's file, that is the file."""
 
     def __init__(
@@ -465,7 +466,7 @@ class ShardedTensors:
         self.caveats = tuple(
             caveat for file in files.values() for caveat in getattr(file, "caveats", ())
         )
-        self._files = files
+        self._files, self._parts = files, tuple(files.values())
         self._homes = {name: shard for shard, file in files.items() for name in file.shapes}
         for name, shard in (homes or {}).items():
             if name not in files[shard].shapes:
@@ -478,11 +479,6 @@ class ShardedTensors:
             name: files[shard].shapes[name] for name, shard in self._homes.items()
         }
 
-    @property
-    def bytes_read(self) -> int:
-        """How many bytes were read so far."""
-        return sum(file.bytes_read for file in self._files.values())
-
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Read these tensors, each from its own file."""
         found: dict[str, Tensor] = {}
@@ -490,8 +486,3 @@ class ShardedTensors:
             here = [name for name in names if self._homes[name] == shard]
             found |= file.read(here) if here else {}
         return found
-
-    def close(self) -> None:
-        """Let go of the files."""
-        for file in self._files.values():
-            file.close()

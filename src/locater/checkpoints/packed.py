@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from locater.checkpoints.source import Tensors
+from locater.checkpoints.source import JoinedTensors, Tensors
 from locater.errors import LocaterError
 
 Parts = Mapping[str, Tensor]
@@ -50,11 +50,12 @@ class _Packed:
     made: Callable[[Parts], Float[Tensor, "_ _"]]
 
 
-class PackedTensors:
+class PackedTensors(JoinedTensors):
     """A checkpoint's tensors, with the packed projections of attentions as the weights they are."""
 
     def __init__(self, base: Tensors, weights: Mapping[str, _Packed]) -> None:
         self._base, self._weights = base, weights
+        self._parts = (base,)
         used = {part for packed in weights.values() for part in packed.parts.values()}
         self.shapes: Mapping[str, tuple[int, ...]] = {
             **{name: shape for name, shape in base.shapes.items() if name not in used},
@@ -62,11 +63,6 @@ class PackedTensors:
         }
         schemes = sorted({packed.scheme for packed in weights.values()})
         self.caveats = (f"{len(weights)} weights are unpacked from {', '.join(schemes)}",)
-
-    @property
-    def bytes_read(self) -> int:
-        """How many bytes were read so far, packed as they are."""
-        return self._base.bytes_read
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Read these tensors; packed ones in float32."""
@@ -83,10 +79,6 @@ class PackedTensors:
                     )
                 found[name] = weight
         return found
-
-    def close(self) -> None:
-        """Let go of the files."""
-        self._base.close()
 
 
 def unpacked(tensors: Tensors, config: Mapping[str, Any], name: str) -> PackedTensors | None:

@@ -29,6 +29,7 @@ from locater.checkpoints.source import (
     ByteSource,
     Folder,
     LocalFile,
+    Place,
     Say,
     json_object,
     silent,
@@ -174,14 +175,13 @@ class RemoteFile:
         """Nothing to let go of: every answer is closed when it was read."""
 
 
-class WebFolder:
+class WebFolder(Place):
     """A folder on a web server, of which only well-known names can be tried."""
 
     def __init__(self, url: str, *, last: str = "", say: Say = silent) -> None:
-        self.name = shown(url).rstrip("/")
+        super().__init__(shown(url).rstrip("/"))
         self._say = say
         self._known = (ADAPTER_CONFIG, *CONFIGS) if last else (ADAPTER_CONFIG, *CONFIGS, *PREFERRED)
-        self.caveats: tuple[str, ...] = ()
         parts = urlsplit(url)
         self._parts = parts._replace(path=parts.path.rstrip("/"))
         self._found: list[str] | None = None
@@ -191,10 +191,6 @@ class WebFolder:
         if self._found is None:
             self._found = [name for name in self._known if self._answers(name)]
         return self._found
-
-    def below(self) -> list[str]:
-        """None that could be listed."""
-        return []
 
     def _answers(self, name: str) -> bool:
         url = self._url(name)
@@ -207,20 +203,12 @@ class WebFolder:
     def _url(self, name: str) -> str:
         return urlunsplit(self._parts._replace(path=f"{self._parts.path}/{name}"))
 
-    def has(self, name: str) -> bool:
-        """Cannot be told without opening it."""
-        return True
-
     def open(self, name: str) -> ByteSource:
         """One of its files."""
         file = RemoteFile(self._url(name), say=self._say)
         if not file.is_pinned:
-            self.caveats += (f"{name} could change while it is read: no ETag, no Last-Modified",)
+            self._said += (f"{name} could change while it is read: no ETag, no Last-Modified",)
         return file
-
-    def path(self, name: str) -> Path | None:
-        """None of its files is on this machine."""
-        return None
 
 
 def fetch(url: str, headers: Mapping[str, str] | None = None, say: Say = silent) -> bytes:
@@ -433,7 +421,7 @@ def _whole_body(response: HTTPResponse, name: str) -> bytes:
     )
 
 
-class HubRepository:
+class HubRepository(Place):
     """One commit of a repository; `HF_ENDPOINT`, `HF_TOKEN` and `HF_HUB_OFFLINE` are honored."""
 
     def __init__(self, repository: str, revision: str | None = None, *, say: Say = silent) -> None:
@@ -441,8 +429,7 @@ class HubRepository:
             from huggingface_hub import constants, get_token
         except ImportError as error:
             raise MissingExtraError("huggingface_hub", extra="hub") from error
-        self.name = repository
-        self.caveats: tuple[str, ...] = ()
+        super().__init__(repository)
         self._repository, self._say = repository, say
         self._revision = revision or constants.DEFAULT_REVISION
         self._snapshot: Path | None = None
@@ -477,17 +464,18 @@ class HubRepository:
     def _use_cache(self, why: str, cause: Exception | None) -> None:
         """Take what was downloaded before."""
         for name in (*CONFIGS, *PREFERRED):
-            found = self._cached(name)
+            found = self.path(name)
             if found is not None:
                 self._snapshot = found.parent
-                self.caveats = (f"{why}: {self._repository} is what was downloaded before",)
+                self._said = (f"{why}: {self._repository} is what was downloaded before",)
                 return
         raise LocaterError(
             f"{self._repository} is neither a path here nor in the hub's local cache, and {why}.",
             hint=f"check the path; for a model of the hub, run: hf download {self._repository}",
         ) from cause
 
-    def _cached(self, name: str) -> Path | None:
+    def path(self, name: str) -> Path | None:
+        """Where the cache keeps a file, if it does."""
         from huggingface_hub import try_to_load_from_cache
         from huggingface_hub.errors import HFValidationError
 
@@ -530,7 +518,3 @@ class HubRepository:
             )
         url = hf_hub_url(self._repository, name, revision=self._revision)
         return RemoteFile(url, headers=self._headers, say=self._say)
-
-    def path(self, name: str) -> Path | None:
-        """Where the cache keeps a file, if it does."""
-        return self._cached(name)

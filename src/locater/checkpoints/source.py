@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import stat
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -80,6 +81,22 @@ class Tensors(Protocol):
         """Let go of the files."""
 
 
+class JoinedTensors:
+    """What is made of the tensors of several others: bytes are counted and files closed there."""
+
+    _parts: Sequence[Tensors]
+
+    @property
+    def bytes_read(self) -> int:
+        """How many bytes were read so far."""
+        return sum(part.bytes_read for part in self._parts)
+
+    def close(self) -> None:
+        """Let go of the files."""
+        for part in self._parts:
+            part.close()
+
+
 class LocalFile:
     """A file on this machine, read without mapping it, so that no page of it stays in memory."""
 
@@ -122,38 +139,44 @@ class LocalFile:
         self._file.close()
 
 
-@runtime_checkable
-class Place(Protocol):
+class Place(ABC):
     """A folder somewhere."""
 
-    name: str
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._said: tuple[str, ...] = ()
 
     @property
     def caveats(self) -> tuple[str, ...]:
         """What is to be said of what was read."""
+        return self._said
 
+    @abstractmethod
     def names(self) -> list[str]:
         """The files in it, as far as anybody can tell."""
 
-    def below(self) -> list[str]:
-        """The files in its folders, by their paths; few levels deep."""
-
-    def has(self, name: str) -> bool:
-        """Whether a file may be there; where nobody can tell, opening it will."""
-
+    @abstractmethod
     def open(self, name: str) -> ByteSource:
         """One of its files."""
 
+    def below(self) -> list[str]:
+        """The files in its folders, by their paths; few levels deep; none that cannot be listed."""
+        return []
+
+    def has(self, name: str) -> bool:
+        """Whether a file may be there; where nobody can tell, opening it will."""
+        return True
+
     def path(self, name: str) -> Path | None:
         """Where a file is on this machine, if it is."""
+        return None
 
 
-class Folder:
+class Folder(Place):
     """A folder on this machine."""
 
     def __init__(self, path: Path, *, named: str | None = None) -> None:
-        self.name = str(path)
-        self.caveats: tuple[str, ...] = ()
+        super().__init__(str(path))
         self._path = path
         self._named = named
         """The one file that was asked for by its own name: it may lie anywhere."""
@@ -182,7 +205,7 @@ class Folder:
             target, home = (Path(os.path.realpath(part)) for part in (path, self._path))
             is_cache = home.parent.name == "snapshots" and home.parents[1] in target.parents
             if home not in target.parents and not is_cache:
-                self.caveats += (f"{name} is a link to {target}, outside of the folder",)
+                self._said += (f"{name} is a link to {target}, outside of the folder",)
         return LocalFile(path)
 
     def path(self, name: str) -> Path:
@@ -190,11 +213,11 @@ class Folder:
         return self._path / name
 
 
-class Inside:
+class Inside(Place):
     """A folder within a place."""
 
     def __init__(self, place: Place, folder: str) -> None:
-        self.name = f"{place.name}/{folder}"
+        super().__init__(f"{place.name}/{folder}")
         self._place, self._folder = place, folder
 
     @property
