@@ -31,9 +31,9 @@ from timing import Timing, cpu_time, ratio
 from torch.nn import functional
 
 from locater.paper.lab.batches import Batches
-from locater.paper.lab.measure import Meter
 from locater.paper.lab.model import Transformer, TransformerConfig
 from locater.paper.lab.settings import TrainConfig
+from locater.paper.lab.train import Meter
 
 VOCABULARY, LENGTH, BATCH = 33_278, 64, 64
 TOKENS = LENGTH * BATCH

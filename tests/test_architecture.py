@@ -92,7 +92,7 @@ def test_the_nouns_are_in_their_rooms() -> None:
 
 
 def test_every_command_has_its_walk() -> None:
-    from locater.cli.entry import _COMMANDS
+    from locater.cli import _COMMANDS
 
     walked = set(re.findall(r"^\| `locater ([\w-]+)`", section("The walk of each job"), re.M))
     assert walked == set(_COMMANDS)

@@ -33,7 +33,7 @@ def test_python_blocks_of_a_page_run_in_order(page: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", sorted({*command_lines(), *(c[1] for c in cli.entry._COMMANDS.values())})
+    "line", sorted({*command_lines(), *(c[1] for c in cli._COMMANDS.values())})
 )
 def test_documented_command_lines_work(
     line: str, tmp_path: Path, samples: Path, monkeypatch: pytest.MonkeyPatch
@@ -79,7 +79,7 @@ def test_tables_of_theory_against_reality_are_those_of_the_studies() -> None:
 
 def test_every_command_is_documented() -> None:
     shown = {shlex.split(line)[1] for line in command_lines()}
-    assert shown == set(cli.entry._COMMANDS)
+    assert shown == set(cli._COMMANDS)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

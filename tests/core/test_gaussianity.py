@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from locater import InputError
-from locater.core.gaussianity import Gaussianity, gaussianity, random_projections
+from locater.core.process import Gaussianity, gaussianity, random_projections
 
 
 @pytest.mark.statistical

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from locater.core.theory import Profile
-from locater.paper.fig5 import entropy_records, fig5_chart, fig5_verdicts, findings, rho_records
+from locater.paper.figures import entropy_records, fig5_chart, fig5_verdicts, findings, rho_records
 from locater.simulation import SimulateConfig, Simulation, UnitResult, simulate
 
 FLAT = [1.0, 1.0, 1.0, 1.0]

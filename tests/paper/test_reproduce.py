@@ -10,9 +10,9 @@ import pytest
 from tests.paper.whole_page import make_whole_page
 
 from locater.errors import ConfigError
+from locater.paper.claims import Verdict
 from locater.paper.parts import PARTS, Context, Part, Result
 from locater.paper.reproduce import ReproduceConfig, reproduce
-from locater.paper.verdicts import Verdict
 from locater.report.page import Section
 
 FREE = {"quick": 0.0, "cpu": 0.0, "paper": 0.0}

@@ -1,6 +1,6 @@
 import re
 
-from locater.paper.verdicts import Verdict, verdict_markdown, verdict_section
+from locater.paper.claims import Verdict, verdict_markdown, verdict_section
 
 HOSTILE = '<script>alert("x")</script>'
 VERDICTS = [

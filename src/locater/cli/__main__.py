@@ -2,6 +2,6 @@
 
 import sys
 
-from locater.cli.entry import main
+from locater.cli import main
 
 sys.exit(main())

@@ -78,7 +78,7 @@ def run(arguments: Sequence[str]) -> None:
                 config, store=command.store, report=report, say=say, **values(EngineFlags, command)
             )
     if command.out is not None:
-        from locater.paper.fig5 import fig5_chart
+        from locater.paper.figures import fig5_chart
         from locater.report.charts import save_chart
 
         chart = fig5_chart(simulations, title="Simulated signal propagation (Fig. 5)")

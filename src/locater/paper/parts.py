@@ -18,8 +18,9 @@ import torch
 from locater.audit import audit_model
 from locater.errors import guarded
 from locater.paper import claims, curves, figures
+from locater.paper.claims import Verdict
 from locater.paper.explorer import explorer_section
-from locater.paper.fig5 import fig5_chart, fig5_verdicts
+from locater.paper.figures import fig5_chart, fig5_verdicts
 from locater.paper.lab.claims import (
     curve_verdicts,
     effects,
@@ -40,7 +41,6 @@ from locater.paper.lab.run import Run
 from locater.paper.lab.summary import markdown, summarize
 from locater.paper.lab.sweep import SweepFolders, run_sweep
 from locater.paper.lab.train import load_trained
-from locater.paper.verdicts import Verdict
 from locater.reality.against_theory import RealityConfig, against_theory
 from locater.report.audit_view import audit_exports, audit_sections
 from locater.report.charts import specification

@@ -15,9 +15,9 @@ from typing import Any
 from locater.engines import one_thread
 from locater.errors import ConfigError, unknown
 from locater.files import keep, kept, write_file
+from locater.paper.claims import summary_line, verdict_markdown, verdict_section
 from locater.paper.lab.run import source_commit
 from locater.paper.parts import PARTS, Context, Result, Scale, errata_text
-from locater.paper.verdicts import summary_line, verdict_markdown, verdict_section
 from locater.report.charts import save_chart
 from locater.report.page import Section, render_page
 from locater.report.tables import markdown_table, update_page

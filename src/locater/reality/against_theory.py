@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from locater.core.bounds import entropy_lower_bound
 from locater.core.diagnosis import Diagnosis, diagnose
-from locater.core.gaussianity import Gaussianity, gaussianity, random_projections
-from locater.core.process import TokenProcess
+from locater.core.process import Gaussianity, TokenProcess, gaussianity, random_projections
 from locater.core.score import SampledHeads, normal_between
 from locater.core.theory import (
     Profile,

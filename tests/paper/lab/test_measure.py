@@ -11,10 +11,9 @@ from locater.core.process import TokenProcess
 from locater.core.theory import attention_entropy, propagates, propagation
 from locater.models.live import find_attention
 from locater.paper.lab.batches import Batches, generator
-from locater.paper.lab.measure import Meter
 from locater.paper.lab.model import Transformer, TransformerConfig
 from locater.paper.lab.presets import preset_named
-from locater.paper.lab.train import train
+from locater.paper.lab.train import Meter, train
 
 TOKENS = torch.randint(20, (2_000,), generator=torch.Generator().manual_seed(0))
 BATCHES = Batches(TOKENS, length=12, batch=64, seed=0)

@@ -8,8 +8,13 @@ from torch import Tensor, nn
 
 from locater import ConfigError, InputError, find_attention
 from locater.control.stabilizers import UnitNorm
-from locater.paper.lab.model import Attention, Transformer, TransformerConfig
-from locater.paper.lab.stabilizers import STABILIZERS, apply_stabilizer
+from locater.paper.lab.model import (
+    STABILIZERS,
+    Attention,
+    Transformer,
+    TransformerConfig,
+    apply_stabilizer,
+)
 
 RATE = 1e-2
 

@@ -20,9 +20,8 @@ from locater.paper.lab.claims import published_table
 from locater.paper.lab.presets import Setting, Sweep
 from locater.paper.lab.run import Run, RunFolder
 from locater.paper.lab.settings import TrainConfig
-from locater.paper.lab.summary import markdown, summarize
+from locater.paper.lab.summary import Interval, markdown, summarize
 from locater.paper.lab.sweep import SweepFolders, run_sweep
-from locater.paper.lab.verdict import Interval
 from locater.report.tables import update_page
 
 BASE = TrainConfig(

@@ -18,11 +18,10 @@ from locater.audit import audit_model, audit_timeline
 from locater.core.penalty import LocAteRConfig
 from locater.errors import ConfigError, InputError, LocaterError
 from locater.paper.lab.batches import load_material
-from locater.paper.lab.measure import Meter
 from locater.paper.lab.run import DivergedError, Run, RunFolder, rounded
 from locater.paper.lab.settings import TrainConfig
 from locater.paper.lab.text import load_corpus
-from locater.paper.lab.train import load_trained, train
+from locater.paper.lab.train import Meter, load_trained, train
 
 WORDS = ("attention", "looks", "at", "late", "tokens", "and", "early", "ones", "of", "the", "text")
 SMALL = TrainConfig(

@@ -14,8 +14,7 @@ from locater import ConfigError
 from locater.paper.lab.presets import SWEEPS, Setting, Sweep, compared, grid_of
 from locater.paper.lab.run import Run
 from locater.paper.lab.settings import TrainConfig
-from locater.paper.lab.sweep import confirmed
-from locater.paper.lab.verdict import (
+from locater.paper.lab.summary import (
     PERPLEXITY,
     Comparison,
     chosen,
@@ -25,6 +24,7 @@ from locater.paper.lab.verdict import (
     trend,
     with_tests,
 )
+from locater.paper.lab.sweep import confirmed
 
 MARGIN = PERPLEXITY.margin
 

@@ -8,11 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from locater.paper.claims import Outcome, Verdict
 from locater.paper.lab.presets import PAIR, Setting, Sweep, sweep_named
 from locater.paper.lab.run import Run
-from locater.paper.lab.summary import markdown, summarize
-from locater.paper.lab.sweep import SweepFolders, confirmed
-from locater.paper.lab.verdict import (
+from locater.paper.lab.summary import (
     ENTROPY,
     LAST,
     PARTICIPATION,
@@ -24,10 +23,12 @@ from locater.paper.lab.verdict import (
     compare,
     ended,
     judged,
+    markdown,
     percent,
+    summarize,
     trend,
 )
-from locater.paper.verdicts import Outcome, Verdict
+from locater.paper.lab.sweep import SweepFolders, confirmed
 from locater.report.tables import markdown_table
 
 Runs = Mapping[str, Run]

@@ -15,8 +15,7 @@ from locater.paper.lab.claims import READINGS
 from locater.paper.lab.presets import PAIR, Setting, Sweep
 from locater.paper.lab.run import Run
 from locater.paper.lab.settings import TrainConfig
-from locater.paper.lab.summary import summarize
-from locater.paper.lab.verdict import ended
+from locater.paper.lab.summary import ended, summarize
 from locater.report.charts import SCALE, specification, told_apart
 from locater.report.page import Section
 from locater.report.tables import markdown_table

@@ -11,8 +11,7 @@ from typing import Any, Literal
 
 from locater.core.penalty import LocAteRConfig, TargetUnit
 from locater.errors import ConfigError
-from locater.paper.lab.model import Shape
-from locater.paper.lab.stabilizers import Stabilizer
+from locater.paper.lab.model import Shape, Stabilizer
 
 Normalization = Literal["mean", "sum"]
 

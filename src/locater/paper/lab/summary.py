@@ -1,29 +1,339 @@
-"""What the runs of a sweep say together: means, 95 % intervals, differences from the baseline."""
+"""What runs say together: paired differences over seeds, two tests, tables, docs/protocol.md."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from locater.core import theory
+from locater.errors import InputError, MissingExtraError
 from locater.paper.lab.presets import Setting, Sweep
-from locater.paper.lab.run import Run
-from locater.paper.lab.verdict import (
-    Interval,
-    baseline,
-    best_loss,
-    compare,
-    ended,
-    exp,
-    final,
-    final_mean,
-    judged,
-    last,
-    last_loss,
-    participation,
-    percent,
-)
+from locater.paper.lab.run import Record, Run
 from locater.report.tables import markdown_table
+
+Finding = Literal["lower", "higher", "equivalent", "undecided"]
+LEVEL = 0.05
+
+
+def student(freedom: int) -> Any:
+    """Student's t with so many degrees of freedom, a distribution of scipy."""
+    try:
+        from scipy import stats  # type: ignore[import-untyped]
+    except ImportError as error:  # pragma: no cover - the dev environment has it
+        raise MissingExtraError("scipy", extra="lab") from error
+    return stats.t(freedom)
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over seeds and half its 95 % interval; that is NaN for a single seed."""
+
+    mean: float
+    half: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Interval:
+        """Student's interval of a few independent values."""
+        if not values:
+            return cls(math.nan, math.nan)
+        mean, error = mean_and_error(values)
+        known = len(values) > 1
+        return cls(mean, float(student(len(values) - 1).isf(0.025)) * error if known else math.nan)
+
+    def text(self, digits: int = 2, sign: str = "") -> str:
+        """The mean and, where it is known, its interval."""
+        if math.isnan(self.mean):
+            return "-"
+        half = "" if math.isnan(self.half) else f" ± {self.half:.{digits}f}"
+        return f"{self.mean:{sign}.{digits}f}{half}"
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """The mean of independent values and its standard error, NaN for a single one."""
+    count, mean = len(values), sum(values) / len(values)
+    if count == 1:
+        return mean, math.nan
+    return mean, math.sqrt(sum((value - mean) ** 2 for value in values) / (count - 1) / count)
+
+
+def final(run: Run) -> Record:
+    """The last record of a run that has come to its end."""
+    assert run.final is not None
+    return run.final
+
+
+def final_mean(run: Run, name: str) -> float:
+    """Of a quantity over layers, at the end."""
+    values: list[float] = last(run, name).tolist()
+    return sum(values) / len(values)
+
+
+def last(run: Run, name: str) -> Float[Tensor, "*layers"]:
+    """A quantity of every layer at the end."""
+    if name not in final(run):
+        raise _incomplete(run, name)
+    values = json.dumps(final(run)[name]).replace("null", "NaN")
+    return torch.tensor(json.loads(values), dtype=torch.float64)
+
+
+def exp(logarithm: float) -> float:
+    """A perplexity, or a ratio of two, whose square still is a number."""
+    return math.exp(min(logarithm, 300.0))
+
+
+def percent(logarithm: float) -> float:
+    """The change that a difference of two logarithms is."""
+    return 100 * math.expm1(min(logarithm, 300.0))
+
+
+def _incomplete(run: Run, name: str) -> InputError:
+    return InputError(
+        f"run {run.path or run.config.digest} ended without {name}.",
+        hint="it was changed or cut: train it again, or take it away.",
+    )
+
+
+def best_loss(run: Run) -> float:
+    """The primary outcome: the best loss on all of valid over the run's evaluations."""
+    return min(_losses(run))
+
+
+def last_loss(run: Run) -> float:
+    """The loss on all of valid after the last step."""
+    return _losses(run)[-1]
+
+
+def _losses(run: Run) -> list[float]:
+    losses = [float(loss) for _, loss in run.series("whole_valid_loss") if loss is not None]
+    if not losses:
+        raise _incomplete(run, "whole_valid_loss")
+    return losses
+
+
+def participation(run: Run, name: str = "rho") -> float:
+    """Of `rho` or `predicted_rho` at the end, over layers; NaN where it was not measured."""
+    if name not in final(run):
+        return math.nan
+    return theory.participation(last(run, name)).mean().item()
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """What is compared: its value at a run, the smallest difference that matters, and its words."""
+
+    name: str
+    value: Callable[[Run], float]
+    margin: float
+    is_log: bool = False
+    """Differences of logarithms are told as percentages."""
+
+    def text(self, values: Sequence[float]) -> str:
+        """The mean difference with half its 95 % interval."""
+        found = Interval.of(values)
+        if self.is_log:
+            found = Interval(percent(found.mean), 100 * found.half * exp(found.mean))
+        if not values:
+            return "-"
+        return f"{found.text(2, '+')} %" if self.is_log else found.text(3, "+")
+
+
+PERPLEXITY = Quantity("perplexity", best_loss, math.log(1.005), is_log=True)
+"""Half a percent is the smallest effect that matters."""
+LAST = replace(PERPLEXITY, name="perplexity after the last step", value=last_loss)
+TEST = replace(PERPLEXITY, name="test perplexity", value=lambda run: last(run, "test_loss").item())
+SCALE = Quantity(
+    "‖W_QK‖²",
+    lambda run: math.log(max(final_mean(run, "frobenius_squared"), 1e-300)),
+    math.log(1.05),
+    is_log=True,
+)
+ENTROPY = Quantity("entropy", lambda run: final_mean(run, "entropy"), 0.02)
+"""In nats; the largest there is, ln 64, is 4.16."""
+PARTICIPATION = Quantity("share of tokens that take part in ρ", participation, 0.02)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A quantity of one setting against that of another, seed by seed."""
+
+    regime: str
+    method: str
+    quantity: Quantity = PERPLEXITY
+    differences: tuple[float, ...]
+    """One for each seed that both have finished; of the log perplexity unless said."""
+    diverged: tuple[int, int] = (0, 0)
+    """Runs without and with the method whose loss ended NaN or infinite."""
+    p_different: float = math.nan
+    """Of a two-sided paired t-test; `judged` puts the corrected one here."""
+    p_apart: float = math.nan
+    """Of two one-sided tests against ± the margin: small where the difference is smaller."""
+
+    @property
+    def finding(self) -> Finding:
+        """What is said of it."""
+        if self.p_different < LEVEL:
+            return "lower" if sum(self.differences) < 0 else "higher"
+        return "equivalent" if self.p_apart < LEVEL else "undecided"
+
+    @property
+    def words(self) -> str:
+        """The finding in the protocol's words."""
+        if any(self.diverged):
+            return "no test: {} runs without it and {} with it diverged".format(*self.diverged)
+        is_small = abs(sum(self.differences)) < self.quantity.margin * len(self.differences)
+        small = 100 * math.expm1(self.quantity.margin) if self.quantity.is_log else 0.0
+        margin = f"{small:.2g} %".replace("0.", ".") if small else f"{self.quantity.margin:g}"
+        if self.finding == "equivalent":
+            return f"equivalent within ±{margin}"
+        if self.finding != "undecided" and is_small:
+            return f"{self.finding}, but by less than {margin}"
+        return self.finding
+
+    @property
+    def sentence(self) -> str:
+        """The finding with its size."""
+        if any(self.diverged):
+            return self.words
+        if not self.differences:
+            return "no run is finished"
+        count = len(self.differences)
+        seeds = "one seed" if count == 1 else f"{count} seeds"
+        return f"{self.words} ({self.quantity.text(self.differences)}, {seeds})"
+
+
+def ended(sweep: Sweep, runs: Mapping[str, Run], setting: Setting) -> dict[int, Run]:
+    """The runs of a setting that have come to their end, by seed."""
+    found = {seed: runs.get(replace(setting.config, seed=seed).digest) for seed in sweep.all_seeds}
+    return {seed: run for seed, run in found.items() if run is not None and run.final is not None}
+
+
+def baseline(sweep: Sweep, setting: Setting) -> Setting | None:
+    """The setting of the same group without any method."""
+    alike = (one for one in sweep.settings if one.group == setting.group)
+    return next((one for one in alike if (one.method or one.label).endswith("none")), None)
+
+
+def compare(
+    sweep: Sweep,
+    runs: Mapping[str, Run],
+    setting: Setting,
+    quantity: Quantity = PERPLEXITY,
+    *,
+    before: Setting | None = None,
+) -> Comparison:
+    """One setting of a sweep against another, by default that without any method in its group."""
+    before = before or baseline(sweep, setting)
+    assert before is not None
+    return _paired(
+        sweep, runs, [before, setting], quantity, setting, lambda first, last: last - first
+    )
+
+
+def trend(
+    sweep: Sweep, runs: Mapping[str, Run], settings: Sequence[Setting], quantity: Quantity
+) -> Comparison:
+    """How a quantity changes from the least κ₂ to the largest, by its slope over ln κ₂.
+
+    κ₂ = 0 has no logarithm and is set aside; where it and one other are all there is, the two are
+    compared.
+    """
+    strong = [setting for setting in settings if setting.kappa]
+    if len(strong) < 2:
+        return compare(sweep, runs, settings[-1], quantity, before=settings[0])
+    x = [math.log(setting.kappa or 1.0) for setting in strong]
+    middle, reach = sum(x) / len(x), x[-1] - x[0]
+    weights = [(one - middle) * reach / sum((o - middle) ** 2 for o in x) for one in x]
+    return _paired(
+        sweep, runs, strong, quantity, strong[-1],
+        lambda *values: sum(w * v for w, v in zip(weights, values, strict=True)),
+    )  # fmt: skip
+
+
+def _paired(
+    sweep: Sweep,
+    runs: Mapping[str, Run],
+    settings: Sequence[Setting],
+    quantity: Quantity,
+    named: Setting,
+    change: Callable[..., float],
+) -> Comparison:
+    """A change across settings, seed by seed, where all of them have come to their end."""
+    found = [ended(sweep, runs, setting) for setting in settings]
+    seeds = [seed for seed in found[0] if all(seed in one for one in found)]
+    whole = [s for s in seeds if not any(one[s].has_diverged for one in found)]
+    return with_tests(
+        Comparison(
+            regime=sweep.name,
+            method=named.method or named.label,
+            quantity=quantity,
+            differences=tuple(
+                change(*(quantity.value(one[seed]) for one in found)) for seed in whole
+            ),
+            diverged=(
+                sum(found[0][seed].has_diverged for seed in seeds),
+                sum(found[-1][seed].has_diverged for seed in seeds),
+            ),
+        )
+    )
+
+
+def with_tests(comparison: Comparison) -> Comparison:
+    """Both tests, not corrected; no test where a run diverged or fewer than two seeds are there."""
+    values, margin = comparison.differences, comparison.quantity.margin
+    if len(values) < 2 or any(comparison.diverged) or any(map(math.isnan, values)):
+        return comparison
+    mean, error = mean_and_error(values)
+    if error == 0:
+        return replace(comparison, p_different=float(mean == 0), p_apart=float(abs(mean) >= margin))
+    tail = student(len(values) - 1).sf
+    return replace(
+        comparison,
+        p_different=float(2 * tail(abs(mean) / error)),
+        p_apart=float(tail((margin - abs(mean)) / error)),
+    )
+
+
+def judged(comparisons: Sequence[Comparison]) -> list[Comparison]:
+    """The same comparisons with both p-values corrected over all of them (Holm)."""
+    different = holm([one.p_different for one in comparisons])
+    apart = holm([one.p_apart for one in comparisons])
+    return [
+        replace(one, p_different=first, p_apart=second)
+        for one, first, second in zip(comparisons, different, apart, strict=True)
+    ]
+
+
+def holm(values: Sequence[float]) -> list[float]:
+    """p-values times the number of hypotheses not yet rejected, never falling; NaN stays NaN.
+
+    >>> [round(p, 3) for p in holm([0.01, 0.04, 0.03])]
+    [0.03, 0.06, 0.06]
+    """
+    order = sorted((p, place) for place, p in enumerate(values) if not math.isnan(p))
+    corrected, least = list(values), 0.0
+    for rank, (p, place) in enumerate(order):
+        least = max(least, min(1.0, (len(values) - rank) * p))
+        corrected[place] = least
+    return corrected
+
+
+def chosen(sweep: Sweep, runs: Mapping[str, Run]) -> dict[str, Setting]:
+    """For every method the point of the grid with the best mean outcome over all seeds."""
+    best: dict[str, tuple[float, Setting]] = {}
+    for setting in sweep.settings:
+        found = [run for run in ended(sweep, runs, setting).values() if not run.has_diverged]
+        is_whole = len(found) == sweep.seeds
+        loss = sum(map(best_loss, found)) / sweep.seeds if is_whole else math.inf
+        if setting.method not in best or loss < best[setting.method][0]:
+            best[setting.method] = loss, setting
+    return {method: setting for method, (_, setting) in best.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from locater.paper.lab.batches import load_material
 from locater.paper.lab.presets import CONFIRMATION, Setting, Sweep
 from locater.paper.lab.run import DivergedError, Run, RunFolder
 from locater.paper.lab.settings import TrainConfig
-from locater.paper.lab.verdict import chosen
+from locater.paper.lab.summary import chosen
 
 RETRIES = 3
 """How often a run whose process died is taken up again."""
