@@ -161,6 +161,13 @@ RECIPES: tuple[Recipe, ...] = (
     replace(_ANY, family="q_proj", query="q_proj.linear", key="k_proj.linear"),
     replace(_ANY, family="nanogpt", query="c_attn", transposed=None),
     replace(_ANY, family="llama", query="wq", key="wk", rotary="interleaved"),
+    Recipe(
+        family="grounding-dino",
+        query="vision_proj",
+        key="text_proj",
+        model_types=("grounding-dino", "mm-grounding-dino"),
+    ),
+    Recipe(family="molmo2", model_types=("molmo2_vision",), query="wq", key="wk"),
     replace(_ANY, family="query", query="query", key="key"),
     replace(_ANY, family="query", query="query_proj", key="key_proj", rotary=None),
     replace(_ANY, family="q_lin", query="q_lin", key="k_lin", rotary=None),
@@ -229,7 +236,7 @@ TRAITS: Mapping[str, frozenset[str]] = {
         "own mask": "swin donut-swin maskformer-swin swinv2 swin2sr clap_audio_model eomt "
         "eomt_dinov3 git deepseek_ocr2_encoder gemma3n_audio gemma4_audio mllama_vision_model "
         "pixtral longformer led informer qwen2_5_omni_dit idefics2_vision idefics2 inkling_text "
-        "inkling2_text",
+        "inkling2_text t5gemma2_decoder blt_local_encoder blt_local_decoder blt mask2former oneformer",
         "no softmax": "autoformer mra reformer xlstm yoso",
         # what a form does not have
         "adds terms": "cpmant layoutlmv3 lilt udop phi4_multimodal_audio beit grounding-dino "

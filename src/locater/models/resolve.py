@@ -126,6 +126,7 @@ _ALIKE = {
     "text": ("language", "llm", "lm", "transformer"),
     "audio": ("speech", "sound"),
     "backbone": ("pixel_level_module", "conv_encoder"),
+    "vq": ("vqmodel",),
 }
 """Words of tensor names that mean what a part of a config is called."""
 
@@ -161,7 +162,9 @@ def own_config(attention: str, config: Config) -> Config:
             if has_heads or "text_config" not in parts:
                 return completed(config)
             best = "text_config"
-        if scores[best] < 1:
+        if best in path:
+            path = path[path.index(best) + 1 :]
+        elif scores[best] < 1:
             path = path[1:]
         inner = dict(parts[best])
         inner.setdefault("model_type", assumed.get(best))
@@ -178,13 +181,13 @@ def _likeness(path: Sequence[str], stem: str) -> float:
     """How well the name of a part fits a path: the same word, a beginning, a like word."""
     first = stem.split("_")[0]
     words = {first, *_ALIKE.get(first, ())}
-    best = 0.5 if first == "vision" and path[0] == "encoder" else 0.0
+    best = 0.5 if first == "vision" and path[:1] == ["encoder"] else 0.0
     for component in path:
         if component == stem:
             best = max(best, 3)
         elif component.startswith(f"{stem}_") or stem.startswith(f"{component}_"):
             best = max(best, 2)
-        elif component.split("_")[0] in words or first in component.split("_"):
+        elif {component, component.split("_")[0]} & words or first in component.split("_"):
             best = max(best, 1)
     return best
 
