@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from locater.errors import LocaterError, MissingExtraError, unknown
+from locater.errors import LocaterError, needing, unknown
 
 Engine = Literal["local", "ray"]
 Result = TypeVar("Result")
@@ -86,10 +86,8 @@ def _on_ray(
     address: str | None,
     gpus: float,
 ) -> Generator[tuple[int, Result], None, None]:
-    try:
+    with needing("ray", extra="cluster"):
         import ray
-    except ImportError as error:  # pragma: no cover - the dev environment has it
-        raise MissingExtraError("ray", extra="cluster") from error
     is_ours = not ray.is_initialized()
     if is_ours:
         options: dict[str, Any] = {"num_cpus": workers, "include_dashboard": False}

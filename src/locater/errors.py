@@ -66,6 +66,15 @@ class MissingExtraError(LocaterError):
         return partial(MissingExtraError, extra=self.extra), (self.package,)  # from workers, too
 
 
+@contextmanager
+def needing(package: str, *, extra: str) -> Iterator[None]:
+    """Around an import: where it fails, the error names the extra that has the package."""
+    try:
+        yield
+    except ImportError as error:
+        raise MissingExtraError(package, extra=extra) from error
+
+
 def unforeseen(error: Exception) -> LocaterError:
     """What to tell a user of an error that nobody foresaw: what is missing, or how to report it."""
     if isinstance(error, OSError) and (error.filename or error.errno in FULL):

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from statistics import median
 from typing import Any, Literal, get_args
 
-from locater.errors import InputError, MissingExtraError
+from locater.errors import InputError, needing
 from locater.models.layout import Skipped
 from locater.probe.samples import LARGEST_GAP
 
@@ -296,11 +296,9 @@ class Audit:
 
     def to_parquet(self) -> bytes:
         """The rows as a Parquet file, lists as list columns, the rest in its metadata."""
-        try:
+        with needing("pyarrow", extra="hub"):
             import pyarrow  # type: ignore[import-untyped]
             from pyarrow import parquet
-        except ImportError as error:
-            raise MissingExtraError("pyarrow", extra="hub") from error
         table = pyarrow.Table.from_pylist(
             [row.to_dict() for row in self.rows], schema=_parquet_schema(pyarrow)
         )

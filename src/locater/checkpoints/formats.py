@@ -35,7 +35,7 @@ from locater.checkpoints.source import (
     status,
     truncated,
 )
-from locater.errors import LocaterError, MissingExtraError
+from locater.errors import LocaterError, needing
 
 LARGEST_HEADER = 100_000_000  # bytes, as the reference implementation has it
 
@@ -767,11 +767,9 @@ def _gguf_windows(metadata: Mapping[str, Any], family: str, layers: int) -> list
 
 
 def _package() -> ModuleType:
-    try:
+    with needing("gguf", extra="hub"):
         import gguf
         import gguf.quants
-    except ImportError as error:
-        raise MissingExtraError("gguf", extra="hub") from error
     return gguf
 
 

@@ -34,7 +34,7 @@ from locater.checkpoints.source import (
     json_object,
     silent,
 )
-from locater.errors import LocaterError, MissingExtraError
+from locater.errors import LocaterError, needing
 
 HEAD = 64  # bytes that the first request asks for
 LARGEST_WHOLE = 1 << 26  # bytes taken from a server that cannot send less
@@ -425,10 +425,8 @@ class HubRepository(Place):
     """One commit of a repository; `HF_ENDPOINT`, `HF_TOKEN` and `HF_HUB_OFFLINE` are honored."""
 
     def __init__(self, repository: str, revision: str | None = None, *, say: Say = silent) -> None:
-        try:
+        with needing("huggingface_hub", extra="hub"):
             from huggingface_hub import constants, get_token
-        except ImportError as error:
-            raise MissingExtraError("huggingface_hub", extra="hub") from error
         super().__init__(repository)
         self._repository, self._say = repository, say
         self._revision = revision or constants.DEFAULT_REVISION

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from locater.errors import ConfigError, InputError, LocaterError, MissingExtraError, unknown
+from locater.errors import ConfigError, InputError, LocaterError, needing, unknown
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 PATIENCE = 15.0
@@ -40,10 +40,8 @@ def load_model(
         raise ConfigError(
             f"there is no device {device!r} here.", hint="cpu, cuda, cuda:1 and mps are devices."
         ) from error
-    try:
+    with needing("transformers", extra="hf"):
         import transformers
-    except ImportError as error:  # pragma: no cover - the dev environment has it
-        raise MissingExtraError("transformers", extra="hf") from error
     if dtype not in get_args(Dtype):
         raise unknown("dtype", dtype, get_args(Dtype))
     kind = getattr(torch, dtype)

@@ -7,14 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from locater.errors import ConfigError, MissingExtraError
+from locater.errors import ConfigError, needing
 from locater.files import write_file
 
-try:
+with needing("altair or vl-convert-python", extra="report"):
     import altair as alt
     import vl_convert
-except ImportError as error:  # pragma: no cover - the dev environment has it
-    raise MissingExtraError("altair or vl-convert-python", extra="report") from error
 
 Record = dict[str, Any]
 

@@ -12,16 +12,12 @@ from hashlib import sha256
 from importlib.resources import files
 from typing import Any
 
-from locater.errors import MissingExtraError
+from locater.errors import needing
 
-try:
+with needing("one of jinja2, markdown-it-py and vl-convert-python", extra="report"):
     import vl_convert
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markdown_it import MarkdownIt
-except ImportError as error:  # pragma: no cover - the dev environment has it
-    raise MissingExtraError(
-        "one of jinja2, markdown-it-py and vl-convert-python", extra="report"
-    ) from error
 
 
 @dataclass(frozen=True, kw_only=True)

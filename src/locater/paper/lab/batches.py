@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from locater.errors import ConfigError, InputError, MissingExtraError
+from locater.errors import ConfigError, InputError, needing
 from locater.paper.lab.model import Shape, Transformer, TransformerConfig
 from locater.paper.lab.settings import TrainConfig
 from locater.paper.lab.text import Corpus, load_corpus
@@ -151,10 +151,8 @@ def load_digits(seed: int, *, patch: int = _PATCH) -> dict[str, Pictures]:
     """
     if patch not in (1, 2, 4):
         raise ConfigError(f"8 x 8 pixels are not cut in patches of {patch}.", hint="use 2 or 4.")
-    try:
+    with needing("scikit-learn", extra="lab"):
         from sklearn import datasets  # type: ignore[import-untyped]
-    except ImportError as error:  # pragma: no cover - the dev environment has it
-        raise MissingExtraError("scikit-learn", extra="lab") from error
     images, labels = datasets.load_digits(return_X_y=True)
     pixels = torch.as_tensor(images, dtype=torch.float32).div(16).view(-1, 8 // patch, patch, 8)
     cut = pixels.unflatten(3, (8 // patch, patch)).transpose(2, 3).flatten(3).flatten(1, 2)

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater.core import theory
-from locater.errors import InputError, MissingExtraError
+from locater.errors import InputError, needing
 from locater.paper.lab.presets import Setting, Sweep
 from locater.paper.lab.run import Record, Run
 from locater.report.tables import markdown_table
@@ -24,10 +24,8 @@ LEVEL = 0.05
 
 def student(freedom: int) -> Any:
     """Student's t with so many degrees of freedom, a distribution of scipy."""
-    try:
+    with needing("scipy", extra="lab"):
         from scipy import stats  # type: ignore[import-untyped]
-    except ImportError as error:  # pragma: no cover - the dev environment has it
-        raise MissingExtraError("scipy", extra="lab") from error
     return stats.t(freedom)
 
 

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from locater.errors import ConfigError, InputError, LocaterError, MissingExtraError, unknown
+from locater.errors import ConfigError, InputError, LocaterError, needing, unknown
 from locater.files import write_file
 
 Vocabulary = Literal["word", "bpe"]
@@ -202,10 +202,8 @@ def encode_pieces(texts: Mapping[str, str], size: int | None, cache: Path) -> En
 
 
 def _tokenizers_version() -> str:
-    try:
+    with needing("tokenizers", extra="lab"):
         import tokenizers
-    except ImportError as error:  # pragma: no cover - the dev environment has it
-        raise MissingExtraError("tokenizers", extra="lab") from error
     return str(tokenizers.__version__)
 
 
@@ -314,10 +312,8 @@ def hub_text(name: str, *, known: dict[str, HubText] | None = None) -> dict[str,
 
 
 def _download(source: HubText) -> Any:
-    try:
+    with needing("datasets", extra="hub"):
         import datasets  # type: ignore[import-untyped]
-    except ImportError as error:  # pragma: no cover - the dev environment has it
-        raise MissingExtraError("datasets", extra="hub") from error
     try:
         return datasets.load_dataset(source.path, source.config)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 from locater.control.locater import LocAteR
 from locater.core.theory import propagation
 from locater.engines import one_thread
-from locater.errors import ConfigError, InputError, MissingExtraError
+from locater.errors import ConfigError, InputError, needing
 from locater.models.live import find_attention
 from locater.paper.lab.batches import IGNORED, Material, Source, generator, load_material
 from locater.paper.lab.model import Attention, Stabilized, Transformer, apply_stabilizer
@@ -41,11 +41,9 @@ from locater.paper.lab.run import (
 from locater.paper.lab.settings import TrainConfig
 from locater.probe.probe import MeasuredHead, Probe, mean
 
-try:
+with needing("accelerate", extra="lab"):
     from accelerate import Accelerator  # type: ignore[import-untyped]
     from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
-except ImportError as error:  # pragma: no cover - the dev environment has it
-    raise MissingExtraError("accelerate", extra="lab") from error
 
 _WHOLE = StateDictOptions(full_state_dict=True)  # on every rank
 
