@@ -12,7 +12,7 @@ import pytest
 import locater
 from locater import QKForm, TokenProcess, propagation
 from locater.cli import main
-from locater.cli.entry import _COMMANDS
+from locater.cli import _COMMANDS
 from locater.cli.terminal import flag, print_json, with_first
 from locater.files import write_file
 
