@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from functools import partial
 from importlib.metadata import requires
 from typing import Any
@@ -98,4 +99,9 @@ def unforeseen(error: Exception) -> LocaterError:
 
 def unknown(what: str, value: object, choices: Iterable[str]) -> ConfigError:
     """The error for a name that is none of the choices: raise unknown("process", name, names)."""
-    return ConfigError(f"unknown {what} {value!r}.", hint=f"choose one of: {', '.join(choices)}.")
+    names = list(choices)
+    near = get_close_matches(str(value), names, n=1)
+    like = f"did you mean {near[0]}? " if near else ""
+    return ConfigError(
+        f"unknown {what} {value!r}.", hint=f"{like}choose one of: {', '.join(names)}."
+    )

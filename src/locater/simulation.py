@@ -41,7 +41,9 @@ class SimulateConfig:
     """Which forms and tokens to simulate, and how thoroughly."""
 
     tokens: int = 40
+    """T, the length of a sequence."""
     model: int = 128
+    """d, the width of tokens."""
     sequences: int = 300
     """Token sequences drawn for every W_QK."""
     draws: int = 10
@@ -65,6 +67,7 @@ class SimulateConfig:
     exact: bool = True
     """Compute the exact ρ of every drawn form beside the simulated one."""
     seed: int = 0
+    """Of all draws."""
     memory: int = 16
     """Megabytes of tokens that one worker holds at a time."""
 

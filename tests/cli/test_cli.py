@@ -1,6 +1,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -11,8 +12,7 @@ import pytest
 
 import locater
 from locater import QKForm, TokenProcess, propagation
-from locater.cli import main
-from locater.cli import _COMMANDS
+from locater.cli import _COMMANDS, main
 from locater.cli.terminal import flag, print_json, with_first
 from locater.files import write_file
 
@@ -37,6 +37,42 @@ def test_help_of_a_command_ends_in_its_example_and_offers_json(
     out = capsys.readouterr().out
     assert "--json" in out
     assert out.rstrip().endswith(_COMMANDS[command][1])
+
+
+@pytest.mark.parametrize("command", _COMMANDS)
+def test_every_flag_is_described_in_words(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main([command, "--help"])
+    out = capsys.readouterr().out
+    assert "None" not in out
+    flags = re.split(r"\n[│ ] (?=--[a-z])", out.partition("example:")[0])[1:]
+    assert len(flags) > 3
+    for flag_help in flags:
+        words = re.sub(r"\((default|required).*", "", flag_help, flags=re.DOTALL)
+        words = re.sub(r"--[a-z-]+,?|[A-Z]{3,}|\{[^}]*\}|[\[\]|. ]", " ", words)
+        assert re.search(r"[a-z]{2,}", words), flag_help
+
+
+def test_quiet_says_nothing_but_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "figure.json"
+    assert main([*THEORY, "--out", str(out)]) == 0
+    assert "wrote" in capsys.readouterr().err
+    assert main(["--quiet", *THEORY, "--out", str(out)]) == 0
+    quiet = capsys.readouterr()
+    assert quiet.err == "" and "regime: late" in quiet.out
+    assert main(["theori", "--quiet"]) == 2
+    assert "did you mean theory?" in capsys.readouterr().err
+
+
+def test_the_shell_completes_commands_and_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion"]) == 0
+    script = capsys.readouterr().out
+    for words, place, wanted in (
+        ("locater the", 1, "theory theories" if "theories" in _COMMANDS else "theory"),
+        ("locater theory --x", 2, "--xi"),
+    ):
+        line = f"COMP_WORDS=({words}); COMP_CWORD={place}; _locater; echo ${{COMPREPLY[@]}}"
+        result = subprocess.run(["bash", "-c", f"{script}\n{line}"], capture_output=True, text=True)
+        assert (result.stdout.strip(), result.stderr) == (wanted, "")
 
 
 def test_theory_prints_the_numbers_of_the_library(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout, suppress
 from importlib import import_module
+from io import StringIO
+from typing import Any
 
-from locater.cli.terminal import plain, say
+from locater.cli.terminal import hush, plain, say
 from locater.errors import FULL, LocaterError, unforeseen, unknown
 
 # a command is `run` in the module of its name in locater.cli; its summary, its example
@@ -63,6 +67,10 @@ _COMMANDS: dict[str, tuple[str, str]] = {
 }
 
 
+_GO_ON = ("train", "sweep", "simulate", "reproduce", "trial")
+"""Commands that keep what they did when they are stopped."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; 0 is success, 1 an error that we explain, 2 a misuse of the command line."""
     try:
@@ -74,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get("LOCATER_TRACEBACK"):
             raise
-        say(plain(f"error: {unforeseen(error)}"))
+        say(plain(f"error: {unforeseen(error)}"), is_error=True)
         if getattr(error, "errno", None) in FULL:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or it fails at exit
         return 1
@@ -82,9 +90,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
+    hush("--quiet" in arguments)
+    arguments = [one for one in arguments if one != "--quiet"]
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_overview())
         return 0 if arguments else 2
+    if arguments[0] == "completion":
+        print(_completion())
+        return 0
     if arguments[0] == "--version":
         from locater import __version__
 
@@ -92,21 +105,50 @@ def _main(arguments: list[str]) -> int:
         return 0
     command = _COMMANDS.get(arguments[0])
     if command is None:
-        say(f"error: {unknown('command', arguments[0], _COMMANDS)}")
+        say(f"error: {unknown('command', arguments[0], _COMMANDS)}", is_error=True)
         return 2
     try:
-        import_module(f"locater.cli.{arguments[0].replace('-', '_')}").run(arguments[1:])
+        _module(arguments[0]).run(arguments[1:])
     except LocaterError as error:
-        say(plain(f"error: {error}"))
+        say(plain(f"error: {error}"), is_error=True)
         return 1
     except KeyboardInterrupt:
-        say("interrupted; run the same command again to go on.")
+        again = "; run the same command again to go on" if arguments[0] in _GO_ON else ""
+        say(f"interrupted{again}.", is_error=True)
         return 130
     except SystemExit as stop:  # tyro's help (0) and usage errors (2)
         if not stop.code:
             print(f"example:\n  {command[1]}")
         return stop.code if isinstance(stop.code, int) else 2 if stop.code else 0
     return 0
+
+
+def _completion() -> str:
+    """A script for bash and zsh: commands, then each one's flags, then files."""
+    cases = []
+    for name in _COMMANDS:
+        with redirect_stdout(StringIO()) as help_text, suppress(SystemExit):
+            _module(name).run(["--help"])
+        flags = sorted(set(re.findall(r"--[a-z][a-z-]+", help_text.getvalue())) | {"--quiet"})
+        cases.append(f"{name}) words='{' '.join(flags)}' ;;")
+    return _SCRIPT.replace("COMMANDS", " ".join(_COMMANDS)).replace("CASES", "\n    ".join(cases))
+
+
+_SCRIPT = """\
+[ -n "$ZSH_VERSION" ] && autoload -U +X bashcompinit && bashcompinit
+_locater() {
+  local words='' current=${COMP_WORDS[COMP_CWORD]}
+  if [ "$COMP_CWORD" = 1 ]; then words='COMMANDS'
+  elif [ "${current#-}" != "$current" ]; then case ${COMP_WORDS[1]} in
+    CASES
+  esac; fi
+  COMPREPLY=($(compgen -W "$words" -- "$current"))
+}
+complete -o default -F _locater locater"""
+
+
+def _module(command: str) -> Any:
+    return import_module(f"locater.cli.{command.replace('-', '_')}")
 
 
 def _overview() -> str:
@@ -116,6 +158,8 @@ def _overview() -> str:
         "usage: locater COMMAND [OPTIONS]\n\n"
         "Where does a transformer's attention look, is it collapsing, and how do I control it?\n\n"
         "commands:\n" + "\n".join(lines) + "\n\n"
-        "`locater COMMAND --help` lists a command's options and an example; --json prints data.\n\n"
+        "`locater COMMAND --help` lists a command's options and an example; --json prints data,\n"
+        '--quiet says nothing but errors; `eval "$(locater completion)"` completes in bash and '
+        "zsh.\n\n"
         f"example:\n  {_COMMANDS['theory'][1]}"
     )

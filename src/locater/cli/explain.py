@@ -48,7 +48,7 @@ def run(arguments: Sequence[str]) -> None:
                 "skipped": reality.skipped,
             }
         )
-    elif command.out is None:
+    else:
         _print(reality, command.top)
 
 

@@ -20,6 +20,7 @@ class MomentsCommand(OnText):
     layers: str | None = None
     """Only attentions whose name this regular expression finds."""
     batch: int = 16
+    """Blocks that run together."""
 
 
 def run(arguments: Sequence[str]) -> None:

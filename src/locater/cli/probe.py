@@ -62,6 +62,7 @@ class ProbeCommand(OnText):
     layers: str | None = None
     """Only attentions whose name this regular expression finds."""
     batch: int = 16
+    """Blocks that run together."""
     seed: int = 0
     """Of the random queries."""
 
@@ -90,7 +91,7 @@ def run(arguments: Sequence[str]) -> None:
         say(f"wrote {save_probe(data, command.out, title=command.model)}")
     if command.json:
         print_json(data)
-    elif command.out is None:
+    else:
         _print(data, command.top)
     say("`locater explain` holds the same heads against the theory, where there is one for them.")
 

@@ -90,7 +90,7 @@ def run(arguments: Sequence[str]) -> None:
                 for name, made in simulations.items()
             }
         )
-    elif command.out is None:
+    else:
         for name, made in simulations.items():
             show(terminal_table(made.summary(), _SUMMARY, title=name))
 

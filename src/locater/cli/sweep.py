@@ -56,7 +56,7 @@ class SweepCommand(EngineFlags):
     trackers: tuple[str, ...] = ()
     """Loggers of accelerate for every run: tensorboard, wandb, trackio and others."""
     train: bool = True
-    """--no-train takes only what is finished."""
+    """Train what is missing; with --no-train only what is finished is taken."""
     figure: Path | None = None
     """Draw the figure here: .html, .svg, .png, .pdf or .json."""
     page: Path | None = None

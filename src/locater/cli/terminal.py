@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from types import NoneType
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from locater.report.tables import plain as plain
 
@@ -44,9 +45,37 @@ def parse(
 
     given: dict[str, Any] = {} if default is None else {"default": default}
     parsed: Config = tyro.cli(
-        config, prog=f"locater {command}", args=with_first(first, arguments), **given
+        readable(config), prog=f"locater {command}", args=with_first(first, arguments), **given
     )
     return parsed
+
+
+def readable(config: type[Config]) -> type[Config]:
+    """The settings with flags that may be left out as `PATH`, not `{None}|PATH (default: None)`."""
+    import tyro
+
+    hints, defaults = {}, {}
+    for field in fields(config):  # type: ignore[arg-type]
+        kind = get_type_hints(config, include_extras=True)[field.name]
+        if NoneType in get_args(kind) and (metavar := _metavar(kind)):
+            hint = "" if field.default is None else None
+            hints[field.name] = Annotated[
+                kind, tyro.conf.arg(metavar=metavar, help_behavior_hint=hint)
+            ]
+            defaults[field.name] = field.default
+    space = {"__annotations__": hints, "__doc__": config.__doc__, "__module__": config.__module__}
+    made = type(config.__name__, (config,), {**space, **defaults})
+    return dataclass(frozen=True, kw_only=True)(made)
+
+
+def _metavar(kind: Any) -> str:
+    """What stands for a value of this type in help."""
+    if get_origin(kind) is Literal:
+        return "{" + ",".join(map(str, get_args(kind))) + "}"
+    choices = [one for one in get_args(kind) if one is not NoneType]
+    if choices:
+        return "|".join(map(_metavar, choices))
+    return {int: "INT", float: "FLOAT", str: "STR", Path: "PATH"}.get(kind, "")
 
 
 def with_first(first: str, arguments: Sequence[str]) -> list[str]:
@@ -107,9 +136,19 @@ def _plain(data: Any) -> Any:
     return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
-def say(text: str) -> None:
+_quiet = False
+
+
+def hush(is_quiet: bool) -> None:
+    """Whether to say nothing but what went wrong."""
+    global _quiet
+    _quiet = is_quiet
+
+
+def say(text: str, *, is_error: bool = False) -> None:
     """Talk goes to stderr."""
-    print(text, file=sys.stderr)
+    if is_error or not _quiet:
+        print(text, file=sys.stderr)
 
 
 @contextmanager
@@ -121,6 +160,6 @@ def progress(name: str) -> Iterator[Callable[[int, int], None]]:
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeLeft())
     console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+    with Progress(*columns, console=console, disable=_quiet or not console.is_terminal) as progress:
         task = progress.add_task(name)
         yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -64,7 +64,7 @@ def run(arguments: Sequence[str]) -> None:
     records = rho_curves(config.xi, config.eta, **setting, points=None)
     if config.json:
         print_json({**summary, "process": config.process, "curves": records})
-    elif config.out is None:
+    else:
         show(_rho_table(records, config.tokens))
         print(
             f"regime: {regime.name}, r = {regime.r.item():.4g}; {regime.count.item()} of "

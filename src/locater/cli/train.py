@@ -39,6 +39,7 @@ class TrainCommand(TrainConfig):
     out: Path = Path("out/train")
     """The run's folder."""
     checkpoint_every: int = 500
+    """Steps between two saves of the model."""
     json: bool = False
     """Print the last measurement as JSON."""
 

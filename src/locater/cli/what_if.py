@@ -31,6 +31,7 @@ class WhatIfCommand(Change):
     draws: int = 400
     """Rows of logits drawn for every head."""
     seed: int = 0
+    """Of the drawn rows of logits."""
     top: int = 20
     """Rows of the table, the largest change of entropy first; 0 shows all."""
     json: bool = False

@@ -236,7 +236,8 @@ TRAITS: Mapping[str, frozenset[str]] = {
         "own mask": "swin donut-swin maskformer-swin swinv2 swin2sr clap_audio_model eomt "
         "eomt_dinov3 git deepseek_ocr2_encoder gemma3n_audio gemma4_audio mllama_vision_model "
         "pixtral longformer led informer qwen2_5_omni_dit idefics2_vision idefics2 inkling_text "
-        "inkling2_text t5gemma2_decoder blt_local_encoder blt_local_decoder blt mask2former oneformer",
+        "inkling2_text t5gemma2_decoder blt_local_encoder blt_local_decoder blt "
+        "mask2former oneformer",
         "no softmax": "autoformer mra reformer xlstm yoso",
         # what a form does not have
         "adds terms": "cpmant layoutlmv3 lilt udop phi4_multimodal_audio beit grounding-dino "

@@ -42,7 +42,7 @@ class ReproduceConfig:
     reality: Path | None = None
     """Published studies of real models (results/reality): their heads come first on the page."""
     train: bool = True
-    """--no-train takes only runs that are finished."""
+    """Train what is missing; with --no-train only finished runs are taken."""
     exports: bool = True
     """Write every figure as SVG, PNG and PDF too."""
     table: Path | None = None

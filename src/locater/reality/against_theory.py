@@ -315,9 +315,11 @@ class RealityConfig:
     exact: bool = True
     """Also invert the exact law of the score, which takes most of the time."""
     batch: int = 16
+    """Blocks that run together."""
     layers: str | None = None
     """A regular expression that selects attentions by name."""
     seed: int = 0
+    """Of the drawn rows of logits."""
 
     def __post_init__(self) -> None:
         if not 0 < self.estimate < 1:

@@ -265,7 +265,7 @@ class Change:
     rope_scaling: str = ""
     """Other rotary positions: off, base:1e6, linear:4, ntk:4 or yarn:4."""
     query_bias: bool = True
-    """--no-query-bias takes the queries' biases away."""
+    """Keep the biases of queries; --no-query-bias takes them away."""
     centered_keys: bool = False
     """Take the keys' means and biases away."""
 

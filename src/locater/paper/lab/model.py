@@ -43,11 +43,13 @@ class Shape:
     task: Task = "causal"
     """Predict the next token, hidden tokens (BERT-like), or which digit a picture shows (ViT)."""
     layers: int = 1
+    """Blocks of attention and feed-forward net."""
     dim: int = 128
     """d, the width of tokens and attention."""
     ffn: int | None = None
     """Width of the feed-forward net; d where none is given."""
     heads: int = 1
+    """Attention heads in a layer."""
     kv_heads: int | None = None
     """Heads of keys and values, which several query heads share; as many where none is given."""
     norm: Norm = "post"
@@ -67,6 +69,7 @@ class Shape:
     tied: bool = False
     """One matrix for embeddings and output."""
     dropout: float = 0.1
+    """The share of entries set to zero while training."""
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))

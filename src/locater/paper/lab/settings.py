@@ -23,6 +23,7 @@ class TrainConfig(Shape):
     corpus: str = "wikitext-2"
     """Name of the text; where it lies is no part of the settings."""
     vocabulary: Literal["word", "bpe"] = "word"
+    """Tokens are words, or pieces of words (byte-pair encoding)."""
     vocabulary_size: int | None = None
     """Cuts the vocabulary; needed for bpe."""
     share: float = 1.0
@@ -32,7 +33,9 @@ class TrainConfig(Shape):
     batch: int = 64
     """Sequences in a step, over all processes together."""
     steps: int = 50_000
+    """Updates of the weights."""
     learning_rate: float = 2.5e-5
+    """Of Adam, after the warm-up."""
     warmup: int = 0
     """Steps over which the learning rate rises to its value."""
     schedule: Literal["constant", "cosine"] = "constant"
@@ -46,6 +49,7 @@ class TrainConfig(Shape):
     mean_strength: float = 0.0
     """Weight of (tr W_QK − target)² in the loss."""
     target: float = 1.0
+    """What LocAteR holds the trace at."""
     target_unit: TargetUnit = "trace"
     """`temperature` reads the target as a multiple of λ."""
     normalization: Normalization = "mean"
@@ -60,7 +64,9 @@ class TrainConfig(Shape):
     qk_decay: float = 0.1
     """How much `qk-weight-decay` shrinks queries and keys a step, times the learning rate."""
     precision: Literal["fp32", "bf16"] = "fp32"
+    """Of the products; weights and sums stay in float32."""
     seed: int = 0
+    """Of weights, batches and dropout."""
     measure_every: int = 500
     """Steps between two measurements."""
     predict_every: int = 10
