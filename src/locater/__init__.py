@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from locater.audit import audit_timeline as audit_timeline
     from locater.audit import compare_checkpoints as compare_checkpoints
     from locater.control.locater import LocAteR as LocAteR
+    from locater.control.trial import Trial as Trial
+    from locater.control.trial import TrialConfig as TrialConfig
+    from locater.control.trial import trial as trial
     from locater.core.bounds import Inequality as Inequality
     from locater.core.bounds import collapse_bounds as collapse_bounds
     from locater.core.bounds import entropy_lower_bound as entropy_lower_bound
@@ -63,6 +66,7 @@ _HOMES = {
     "locater.probe.alarms": ("Alarm", "AlarmRules"),
     "locater.probe.rows": ("TokenRank",),
     "locater.control.locater": ("LocAteR",),
+    "locater.control.trial": ("Trial", "TrialConfig", "trial"),
     "locater.audit": (
         "Audit",
         "Comparison",

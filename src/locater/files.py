@@ -5,13 +5,23 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeVar
 
 from locater.errors import LocaterError
 
+try:
+    import fcntl
+except ImportError:  # pragma: no cover - not on Windows, where nothing is locked
+    fcntl = None  # type: ignore[assignment]
+
+LOCK = ".lock"
+PATIENCE = 5.0
+"""Seconds: a worker whose parent was killed is about to leave its folder."""
 Made = TypeVar("Made")
 
 
@@ -79,3 +89,32 @@ def kept(path: Path, make: Callable[[Any], Made], say: Callable[[str], None]) ->
 def _digest(path: Path, data: Any) -> str:
     text = json.dumps([path.parent.name, path.name, data])
     return blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+@contextmanager
+def held(folder: Path | None) -> Iterator[None]:
+    """Let no other process work in a folder until this ends, or the process does."""
+    if folder is None or fcntl is None:
+        yield
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / LOCK).open("w")
+    except OSError as error:
+        raise LocaterError(
+            f"cannot write in {folder}: {error.strerror or error}.", hint="choose another folder."
+        ) from error
+    with lock:
+        until = time.monotonic() + PATIENCE
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise LocaterError(
+                        f"another process is training in {folder}.",
+                        hint="wait for it, end it, or give another folder.",
+                    ) from None
+                time.sleep(0.1)
+        yield

@@ -48,6 +48,10 @@ _COMMANDS: dict[str, tuple[str, str]] = {
         "what heads would do at another length, rotation, scale or temperature",
         "locater what-if moments.safetensors --tokens 64",
     ),
+    "trial": (
+        "which method keeps your own model steady, and at which learning rates",
+        "locater trial model --text text.txt --tokens 16 --steps 8 --seeds 2 --out trial.html",
+    ),
     "train": (
         "train one model of the paper's, measured as it trains; run again to go on",
         "locater train --preset tiny --out run",

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -14,7 +15,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from locater.errors import ConfigError, InputError, LocaterError, needing, unknown
+from locater.errors import ConfigError, InputError, LocaterError, guarded, needing, unknown
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 PATIENCE = 15.0
@@ -26,12 +27,13 @@ def load_model(
     *,
     device: str = "cpu",
     dtype: Dtype = "float32",
+    head: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> tuple[nn.Module, Any]:
     """A model without its head, and its tokenizer; needs the extra `hf`.
 
     `source` is a local folder, a GGUF file, or an id of the Hugging Face hub; `say` hears where
-    somebody has to wait.
+    somebody has to wait.  With its `head` it predicts the next token.
     """
     try:
         place = torch.device(device)
@@ -66,7 +68,8 @@ def load_model(
     talk.set_verbosity_error()  # a head without weights, or weights without a head, is no news here
     try:
         with _patience(name, say):
-            model = transformers.AutoModel.from_pretrained(name, dtype=kind, **options)
+            auto: Any = transformers.AutoModelForCausalLM if head else transformers.AutoModel
+            model = auto.from_pretrained(name, dtype=kind, **options)
             tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
     except Exception as error:  # whatever a config or a server made of it
         if os.environ.get("LOCATER_TRACEBACK"):
@@ -81,11 +84,30 @@ def load_model(
         talk.set_verbosity(level)
         if was_verbose:
             talk.enable_progress_bar()
-    if getattr(model.config, "is_encoder_decoder", False):
+    if getattr(model.config, "is_encoder_decoder", False) and not head:
         model = model.get_encoder()  # a text alone feeds the encoder
     if hasattr(model.config, "use_cache"):
         model.config.use_cache = False
     return model.to(place).eval(), tokenizer
+
+
+class Bytes:
+    """A text's own bytes as tokens, for a model that has no tokenizer yet."""
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        """What a tokenizer answers."""
+        return {"input_ids": list(text.encode())}
+
+
+def model_from_config(source: str | Path) -> Callable[[], nn.Module]:
+    """What makes models with new weights from a config.json; needs the extra `hf`."""
+    with needing("transformers", extra="hf"):
+        import transformers
+    auto: Any = transformers.AutoModelForCausalLM
+    with guarded(str(source), hint="give a config.json of a model that predicts the next token."):
+        config = transformers.AutoConfig.from_pretrained(source)
+        config.use_cache = False
+        return partial(auto.from_config, config)
 
 
 @contextmanager

@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from locater.errors import InputError
+from locater.files import held
 from locater.paper.lab import sweep as module
 from locater.paper.lab.batches import _corpus
 from locater.paper.lab.claims import published_table
 from locater.paper.lab.presets import Setting, Sweep
-from locater.paper.lab.run import Run, RunFolder
+from locater.paper.lab.run import Run
 from locater.paper.lab.settings import TrainConfig
 from locater.paper.lab.summary import Interval, markdown, summarize
 from locater.paper.lab.sweep import SweepFolders, run_sweep
@@ -128,7 +129,9 @@ if __name__ == "__main__":
 """
 
 
-def test_workers_end_when_their_parent_is_killed(folders: SweepFolders, tmp_path: Path) -> None:
+def test_workers_end_when_their_parent_is_killed(
+    folders: SweepFolders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, str(script), str(folders.out), folders.data]
@@ -139,9 +142,9 @@ def test_workers_end_when_their_parent_is_killed(folders: SweepFolders, tmp_path
     process.kill()
     process.wait()
     (run,) = folders.out.iterdir()
-    folder = RunFolder(run)
-    folder.hold(60.0)  # nobody else holds it any more: the worker is gone
-    folder.release()
+    monkeypatch.setattr("locater.files.PATIENCE", 60.0)
+    with held(run):  # nobody else holds it any more: the worker is gone
+        pass
 
 
 def _die_once(self: module._Job, unit: int) -> Run:

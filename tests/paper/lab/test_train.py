@@ -17,6 +17,7 @@ import torch
 from locater.audit import audit_model, audit_timeline
 from locater.core.penalty import LocAteRConfig
 from locater.errors import ConfigError, InputError, LocaterError
+from locater.files import held
 from locater.paper.lab.batches import load_material
 from locater.paper.lab.run import DivergedError, Run, RunFolder, rounded
 from locater.paper.lab.settings import TrainConfig
@@ -233,12 +234,10 @@ def test_a_run_killed_before_its_settings_were_there_begins_again(
 def test_two_processes_do_not_train_in_one_folder(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = RunFolder(tmp_path)
-    other.hold()
-    monkeypatch.setattr(RunFolder.hold, "__defaults__", (0.2,))
-    with pytest.raises(LocaterError, match=r"another process is training in .*\nhint: wait for it"):
+    monkeypatch.setattr("locater.files.PATIENCE", 0.2)
+    message = r"another process is training in .*\nhint: wait for it"
+    with held(tmp_path), pytest.raises(LocaterError, match=message):
         finish(replace(SMALL, steps=2), tmp_path, text)
-    other.release()
     assert finish(replace(SMALL, steps=2), tmp_path, text).final is not None
 
 

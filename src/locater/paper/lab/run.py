@@ -8,31 +8,24 @@ import os
 import platform
 import shutil
 import subprocess
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
 from locater.errors import InputError, LocaterError
-from locater.files import sync_folder, write_file
+from locater.files import LOCK, sync_folder, write_file
 from locater.paper.lab.settings import TrainConfig
-
-try:
-    import fcntl
-except ImportError:  # pragma: no cover - not on Windows, where nothing is locked
-    fcntl = None  # type: ignore[assignment]
 
 Record = dict[str, Any]
 KEPT = 2
 """Checkpoints on disk: the last, and the one before it in case the last is damaged."""
-LOCK = ".lock"
 _DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError,
            SafetensorError)  # fmt: skip
 _DEPTHS = {
@@ -148,7 +141,6 @@ class RunFolder:
         self.path, self.is_writer = path, is_writer
         self.metrics = path / "metrics.jsonl"
         self.checkpoints = path / "checkpoints"
-        self.lock: IO[str] | None = None
 
     def open(self, config: TrainConfig, environment: Record) -> None:
         """Make the folder, or check that it belongs to these settings and this corpus."""
@@ -172,32 +164,6 @@ class RunFolder:
         if self.is_writer:
             write_file(self.path / "environment.json", _pretty(environment))
             write_file(stored, _pretty(asdict(config)))
-
-    def hold(self, seconds: float = 5.0) -> None:
-        """Let no other process write here until `release`, or until this process ends."""
-        if not self.is_writer or fcntl is None:
-            return
-        self.path.mkdir(parents=True, exist_ok=True)
-        self.lock = (self.path / LOCK).open("w")
-        until = time.monotonic() + seconds  # a worker whose parent was killed is about to leave
-        while True:
-            try:
-                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    self.release()
-                    raise LocaterError(
-                        f"another process is training in {self.path}.",
-                        hint="wait for it, end it, or give another --out.",
-                    ) from None
-                time.sleep(0.1)
-
-    def release(self) -> None:
-        """Others may write here again."""
-        if self.lock is not None:
-            self.lock.close()
-            self.lock = None
 
     def append(self, record: Record) -> None:
         """Add one record to the metrics."""

@@ -26,6 +26,7 @@ from locater.control.locater import LocAteR
 from locater.core.theory import propagation
 from locater.engines import one_thread
 from locater.errors import ConfigError, InputError, needing
+from locater.files import held
 from locater.models.live import find_attention
 from locater.paper.lab.batches import IGNORED, Material, Source, generator, load_material
 from locater.paper.lab.model import Attention, Stabilized, Transformer, apply_stabilizer
@@ -92,13 +93,10 @@ def train(
     found = folder.finished() if (out / "config.json").exists() else None
     if found is not None:
         return found
-    folder.hold()
-    try:
+    with held(out if accelerator.is_main_process else None):
         _go_on(
             _Loop(config, material, accelerator), folder, checkpoint_every, trackers, report, say
         )
-    finally:
-        folder.release()
     return folder.load()
 
 
