@@ -49,6 +49,7 @@ class TrialConfig:
     learning_rates: tuple[float, ...] = (1e-4, 3e-4, 1e-3, 3e-3)
     """Each is reached in a tenth of the steps and falls to 0 along a cosine."""
     steps: int = 300
+    """Steps of every run."""
     seeds: int = 3
     """Of the order of the blocks and, where the model has no weights yet, of these."""
     tokens: int = 64
