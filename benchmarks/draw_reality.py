@@ -18,7 +18,7 @@ import altair as alt
 import torch
 
 from locater.reality.against_theory import rank_correlation
-from locater.reality.theories import COLUMNS
+from locater.reality.predictions import COLUMNS
 from locater.report.charts import SCALE, save_chart
 from locater.report.reality_view import entropy_chart, error_chart, profile_panels
 from locater.report.tables import markdown_table, update_page

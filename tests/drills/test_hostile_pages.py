@@ -82,6 +82,7 @@ def pages(samples: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         "tensors": ["audit", str(weights), "--heads", "4", "--tokens", "16"],
         "probe": ["probe", str(models[1]), *sizes],
         "reality": ["explain", str(models[2]), *sizes],
+        "theories": ["theories", str(models[0]), *sizes, "--draws", "20"],
         "report": ["report", str(run), str(stored), str(models[3])],
         "reproduce": ["reproduce", "--only", "fig1,published", "--no-exports",
                       "--reality", str(hostile_studies(here / "studies"))],
@@ -124,7 +125,8 @@ def watched(browser: Browser, path: Path) -> tuple[Page, list[str]]:
 
 
 @pytest.mark.parametrize(
-    "name", ["audit", "timeline", "tensors", "probe", "reality", "report", "reproduce"]
+    "name",
+    ["audit", "timeline", "tensors", "probe", "reality", "theories", "report", "reproduce"],
 )
 def test_names_stay_text(name: str, pages: dict[str, Path], browser: Browser) -> None:
     page, happened = watched(browser, pages[name])

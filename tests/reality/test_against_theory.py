@@ -21,6 +21,8 @@ from locater import (
     propagation,
 )
 from locater.cli import main
+from locater.core.score import SampledHeads
+from locater.core.theory import attention_entropy
 from locater.models.loading import load_model, read_text, text_blocks
 from locater.reality.against_theory import (
     Reality,
@@ -29,6 +31,7 @@ from locater.reality.against_theory import (
     measure,
     rank_correlation,
 )
+from locater.reality.predictions import KeyClusters
 
 QUICK = RealityConfig(draws=200, exact=False, batch=500)
 
@@ -319,3 +322,44 @@ def test_a_model_is_loaded_where_and_as_it_is_asked_for(samples: Path) -> None:
     assert all(layer.logit_gap < 0.1 for layer in reality.layers)
     with pytest.raises(ConfigError, match="no device"):
         load_model(samples / "model", device="cuda:99")
+
+
+def few_kinds(blocks: int, seed: int) -> Tensor:
+    """Tokens of three kinds, a little noisy: far from Gaussian, as letters are."""
+    generator = torch.Generator().manual_seed(seed)
+    kinds = 2 * torch.randn(3, 12, generator=torch.Generator().manual_seed(1))
+    label = torch.randint(3, (blocks, 8), generator=generator)
+    return kinds[label] + 0.1 * torch.randn(blocks, 8, 12, generator=generator)
+
+
+def test_clusters_of_keys_predict_tokens_of_few_kinds_where_a_gaussian_law_does_not() -> None:
+    summary = against_theory(Attentive(5), few_kinds(1600, 2), QUICK).summary()
+    assert summary["rho_error_clusters"] < 0.5 * summary["rho_error_given_query"]
+    assert summary["rho_error_clusters"] < 2 * summary["rho_noise"]
+    # 800 blocks and 200 drawn rows, entropies that stray by half a nat: a standard error of .04
+    assert summary["entropy_error_clusters"] < 4 * 0.04 < summary["entropy_error_given_query"]
+
+
+def test_one_cluster_is_the_gaussian_law_given_the_query() -> None:
+    _, tokens = gaussian_tokens(300, 5)
+    (attention,) = find_attention(Attentive(2))
+    heads = SampledHeads.of(attention.form(), tokens)
+    generator = torch.Generator().manual_seed(0)
+    ours = torch.stack([KeyClusters.of(one, 1, generator).rho() for one in heads.each()])
+    # all positions share one covariance here, which is what differs: some per cent of the variance
+    torch.testing.assert_close(ours, heads.rho_given_query(), atol=0.05, rtol=0)
+
+
+@pytest.mark.parametrize("query", [0, 3])
+def test_another_query_is_asked_as_the_model_answers_it(query: int) -> None:
+    """Of an attention that sees all keys the order of keys says nothing."""
+    _, tokens = gaussian_tokens(400, 3)
+    model = Attentive(1)
+    reality = against_theory(model, tokens, replace(QUICK, query=query))
+    half = tokens[200:]
+    _, weights = model.self_attn(half, half, half, average_attn_weights=False)
+    entropy = attention_entropy(weights[:, :, query].double()).mean(0)
+    torch.testing.assert_close(reality.layers[0].measured.entropy, entropy, atol=1e-4, rtol=0)
+    assert reality.layers[0].logit_gap < 1e-3
+    with pytest.raises(ConfigError, match="query must be a token of 8, got 8"):
+        against_theory(model, tokens, replace(QUICK, query=8))

@@ -40,6 +40,10 @@ _COMMANDS: dict[str, tuple[str, str]] = {
         "whether the theory predicts what the heads do on a text, and why",
         "locater explain model --text text.txt --tokens 16 --blocks 100",
     ),
+    "theories": (
+        "everybody's formulas for a head in one table, against what the heads do",
+        "locater theories model --text text.txt --tokens 16 --blocks 100",
+    ),
     "moments": (
         "what a text gives of every head, in a small file for what-if",
         "locater moments model --text text.txt --out moments.safetensors",

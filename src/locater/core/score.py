@@ -397,7 +397,7 @@ class SampledHeads:
         """The number of sequences."""
         return self.query.shape[-2]
 
-    def _each(self) -> Iterator[SampledHeads]:
+    def each(self) -> Iterator[SampledHeads]:
         """One head after the other."""
         queries = self.query.reshape(-1, *self.query.shape[-2:])
         keys = self.key.reshape(-1, *self.key.shape[-3:])
@@ -438,7 +438,7 @@ class SampledHeads:
         Gaussian.
         """
         rows = []
-        for head in self._each():
+        for head in self.each():
             score, query = head.score(), head.query
             cross = score.cross_covariance
             assert score.key_mean is not None
@@ -461,7 +461,7 @@ class SampledHeads:
         mixture = _normal((draws, self.samples), generator) / (self.samples - 1) ** 0.5
         picks = torch.randint(self.samples, (draws,), generator=generator, device=generator.device)
         rows = []
-        for head in self._each():
+        for head in self.each():
             query, key = head.query, head.key
             own, spread = query - query.mean(0), (key - key.mean(0)).flatten(1)
             if given_query:

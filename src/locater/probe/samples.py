@@ -33,18 +33,32 @@ class AttentionSamples:
         """Whether the last queries see every key: no window, no padding."""
         return bool((self.logits > -torch.inf).all())
 
+    def ending_at(self, query: int) -> AttentionSamples:
+        """Another query's samples as if it were the last.
+
+        A causal one sees nothing behind it, which is cut off; of others the order of keys changes,
+        which means nothing to a form without positions of its own.
+        """
+        tokens = self.inputs.shape[1]
+        order = torch.arange(tokens)
+        if bool((self.logits[..., query + 1 : tokens] == -torch.inf).all()):
+            order = order[: query + 1]
+        else:
+            order = torch.cat((order[:query], order[query + 1 :], order[query : query + 1]))
+        return AttentionSamples(self.attention, self.inputs[:, order], self.logits[..., order])
+
 
 class _BlockRecorder(Recorder):
-    """The last query's logits of all blocks, and the inputs of the first `keep`.
+    """One query's logits of all blocks, and the inputs of the first `keep`.
 
     Filled in place: thousands of pieces between a model's own tensors would tear memory up.
     """
 
     def __init__(
-        self, model: nn.Module, attentions: list[LiveAttention], blocks: int, keep: int
+        self, model: nn.Module, attentions: list[LiveAttention], blocks: int, keep: int, query: int
     ) -> None:
         super().__init__(model, attentions)
-        self.blocks, self.keep = blocks, keep
+        self.blocks, self.keep, self.query = blocks, keep, query
         self.done = 0
         """The block that the pass begins at."""
         self.logits: dict[str, Tensor] = {}
@@ -52,11 +66,11 @@ class _BlockRecorder(Recorder):
         self._ran: set[tuple[str, int]] = set()
 
     def attention_called(self, place: Place, logits: Logits) -> Tensor | None:
-        """The last query's logits; none of an attention that was not asked for."""
+        """The query's logits; none of an attention that was not asked for."""
         if place.layout is None:
             return None
-        last = torch.tensor([logits.shape[2] - 1], device=logits.device)
-        rows, visible = logits.rows(slice(None), last)
+        place_of = torch.tensor([self.query % logits.shape[2]], device=logits.device)
+        rows, visible = logits.rows(slice(None), place_of)
         if visible is not None:
             rows = rows.masked_fill(~visible.expand(rows.shape), -torch.inf)
         return rows[:, :, 0].cpu()
@@ -103,14 +117,16 @@ def collect(
     *,
     keep: int,
     batch: int = 16,
+    query: int = -1,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[AttentionSamples]:
     """Run the model on blocks (blocks × tokens, or tokens' vectors) and record its attentions.
 
     Inputs of the first `keep` blocks are held, `keep · tokens · model` floats per attention; of all
-    blocks the logits are.  Model outputs are not used: give the part without a head.
+    blocks the logits are, those of one `query`.  Model outputs are not used: give the part without
+    a head.
     """
-    recorder = _BlockRecorder(model, attentions, len(blocks), keep)
+    recorder = _BlockRecorder(model, attentions, len(blocks), keep, query)
     for done in recorder.run(blocks, batch=batch):
         recorder.done = done
         report(done, len(blocks))

@@ -7,7 +7,7 @@ own logits.  Predictions go from the paper's printed formula to the exact law wi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +26,9 @@ from locater.core.theory import (
 )
 from locater.engines import one_thread
 from locater.errors import ConfigError, LocaterError
-from locater.models.live import find_attention
+from locater.models.live import LiveAttention, find_attention
 from locater.probe.samples import LARGEST_GAP, AttentionSamples, at_once, collect, logit_gap
-from locater.reality.theories import COLUMNS, Prediction, predictions
+from locater.reality.predictions import COLUMNS, Prediction, predictions
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -318,6 +318,8 @@ class RealityConfig:
     """Blocks that run together."""
     layers: str | None = None
     """A regular expression that selects attentions by name."""
+    query: int = -1
+    """The token that asks, counted from 0; -1 is the last."""
     seed: int = 0
     """Of the drawn rows of logits."""
 
@@ -355,59 +357,107 @@ def against_theory(
     another text, attention is measured on those.
     """
     config = config or RealityConfig()
-    split = round(config.estimate * len(blocks))
-    used = split if config.estimate_blocks is None else min(split, config.estimate_blocks)
-    rest = blocks[split:] if other is None else other
-    if used < 8 or len(rest) < 8:
-        raise LocaterError(
-            f"{len(blocks)} blocks leave {used} to estimate on and {len(rest)} to measure.",
-            hint="give a longer text, or shorter blocks: hundreds of each are needed.",
+    halves = Halves.of(model, blocks, config, other)
+    tokens, skipped = blocks.shape[1], dict(halves.skipped)
+    query = config.query + (tokens if config.query < 0 else 0)
+    if not 0 <= query < tokens:
+        raise ConfigError(
+            f"query must be a token of {tokens}, got {config.query}.", hint="-1 is the last."
         )
-    found = [
-        one
-        for one in find_attention(model, layers=config.layers)
-        if one.layout.kind == "self" and one.module is not None
-    ]
-    skipped = {
-        one.layout.name: "queries and keys are normalized: no fixed W_QK exists"
-        for one in found
-        if one.layout.qk_norm
-    }
-    readable = [one for one in found if one.layout.name not in skipped]
-    if not readable:
-        raise LocaterError(
-            "no self-attention of the model has a fixed W_QK.",
-            hint="models with qk-norm are measured by `locater probe`, or Probe(model), alone.",
-        )
-    every = torch.cat([blocks[:used], rest])
     layers: list[LayerReality] = []
-    some = at_once(readable, blocks[:used])
-    for start in range(0, len(readable), some):
-        samples = collect(
-            model,
-            readable[start : start + some],
-            every,
-            keep=used,
-            batch=config.batch,
-            report=lambda done, total: report("model", done, total),
-        )
-        for sample in samples:
-            if sample.sees_all:
-                with one_thread():
-                    layers.append(layer_against_theory(sample, config))
-            else:
-                skipped[sample.attention.layout.name] = (
-                    "its last query does not see every key: use fewer tokens than its window"
-                )
-            sample.inputs = sample.inputs[:0]  # free it: layers add up to gigabytes
-            report("layers", len(layers), len(readable))
+    for sample in halves.samples(model, query, report):
+        asked = sample if query + 1 == tokens else sample.ending_at(query)
+        reason = _unlike_the_theory(asked, query)
+        if reason:
+            skipped[sample.attention.layout.name] = reason
+        else:
+            with one_thread():
+                layers.append(layer_against_theory(asked, config))
+        report("layers", len(layers), len(halves.attentions))
     if not layers:
         raise LocaterError(
-            f"no last query of {blocks.shape[1]} tokens sees every key.",
-            hint="a sliding window or padding hides some: use fewer tokens, or measure alone, "
+            f"no query of {tokens} tokens can be held against the theory: "
+            f"{next(iter(skipped.values()), 'none was seen')}.",
+            hint="a sliding window or padding hides keys: use fewer tokens, or measure alone, "
             "with `locater probe` or Probe(model).",
         )
-    return Reality(layers, used, len(rest), blocks.shape[1], skipped)
+    return Reality(layers, halves.used, len(halves.every) - halves.used, tokens, skipped)
+
+
+@dataclass(frozen=True, eq=False)
+class Halves:
+    """Blocks to estimate on and blocks to measure on, and the attentions that can be asked."""
+
+    attentions: list[LiveAttention]
+    skipped: dict[str, str]
+    every: Tensor
+    used: int
+    """The first so many blocks are for moments, the others for measurement."""
+    batch: int
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, blocks: Tensor, config: RealityConfig, other: Tensor | None = None
+    ) -> Halves:
+        """Split the blocks, find the attentions, refuse what cannot be answered."""
+        split = round(config.estimate * len(blocks))
+        used = split if config.estimate_blocks is None else min(split, config.estimate_blocks)
+        rest = blocks[split:] if other is None else other
+        if used < 8 or len(rest) < 8:
+            raise LocaterError(
+                f"{len(blocks)} blocks leave {used} to estimate on and {len(rest)} to measure.",
+                hint="give a longer text, or shorter blocks: hundreds of each are needed.",
+            )
+        found = [
+            one
+            for one in find_attention(model, layers=config.layers)
+            if one.layout.kind == "self" and one.module is not None
+        ]
+        skipped = {
+            one.layout.name: "queries and keys are normalized: no fixed W_QK exists"
+            for one in found
+            if one.layout.qk_norm
+        }
+        readable = [one for one in found if one.layout.name not in skipped]
+        if not readable:
+            raise LocaterError(
+                "no self-attention of the model has a fixed W_QK.",
+                hint="models with qk-norm are measured by `locater probe`, or Probe(model), alone.",
+            )
+        return cls(readable, skipped, torch.cat([blocks[:used], rest]), used, config.batch)
+
+    def samples(
+        self, model: nn.Module, query: int, report: Callable[[str, int, int], None]
+    ) -> Iterator[AttentionSamples]:
+        """Attention after attention, as many in one pass of the model as fit."""
+        some = at_once(self.attentions, self.every[: self.used])
+        for start in range(0, len(self.attentions), some):
+            samples = collect(
+                model,
+                self.attentions[start : start + some],
+                self.every,
+                keep=self.used,
+                batch=self.batch,
+                query=query,
+                report=lambda done, total: report("model", done, total),
+            )
+            for sample in samples:
+                yield sample
+                sample.inputs = sample.inputs[:0]  # free it: layers add up to gigabytes
+
+
+def _unlike_the_theory(samples: AttentionSamples, query: int) -> str:
+    """Why an attention's query cannot be held against the theory, if it cannot."""
+    if not samples.sees_all:
+        return "its last query does not see every key: use fewer tokens than its window"
+    asking = samples.inputs[:, -1].double()
+    if asking.var(0).sum() <= 1e-12 * asking.square().mean(0).sum():
+        return "its query is the same in every block: there is nothing to predict"
+    form = samples.attention.form(distances=2)
+    is_moved = samples.inputs.shape[1] != query + 1  # keys behind the query came before it
+    if is_moved and (form.rotary is not None or form.distance_bias is not None):
+        return "keys behind a query have distances of their own: ask the last query"
+    return ""
 
 
 @torch.no_grad()

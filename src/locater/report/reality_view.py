@@ -10,7 +10,7 @@ import altair as alt
 
 from locater.files import write_file
 from locater.reality.against_theory import Reality
-from locater.reality.theories import COLUMNS
+from locater.reality.predictions import COLUMNS
 from locater.report.charts import (
     SCALE,
     rho_axis,
@@ -19,7 +19,7 @@ from locater.report.charts import (
     theta_axis,
     told_apart,
 )
-from locater.report.page import Section, render_page
+from locater.report.page import Section, asset, render_page
 from locater.report.tables import Columns, markdown_table, plain_markdown
 
 Record = dict[str, Any]
@@ -233,3 +233,84 @@ _HEADS: Columns = {
     "in sample": "rho_error_in_sample_full:.3f",
     "why": lambda row: ", ".join(row["why"]["main"]),
 }
+
+
+def _number(name: str, digits: int = 2) -> Any:
+    return lambda row: None if row[name] is None else f"{row[name]:.{digits}f}"
+
+
+def _ordered(name: str) -> Any:
+    return lambda row: None if row["order"][name] is None else f"{row['order'][name]:.2f}"
+
+
+LEAGUE: Columns = {
+    "theory": "name",
+    "source": "source",
+    "knows": "knows",
+    "about": "target",
+    "kind": "kind",
+    "error": _number("error", 3),
+    "orders": _number("orders"),
+    **{f"with {name}": _ordered(name) for name in ("entropy", "sharpness", "sink", "rank")},
+    "seconds": "seconds:.2f",
+    "outside its domain": lambda row: row["outside"] or None,
+}
+
+
+def league_chart(rows: Sequence[Record], *, title: str = "") -> Any:
+    """How well every theory orders the heads by what it is about."""
+    records = [
+        {
+            "theory": row["name"],
+            "orders": row["orders"],
+            "about": row["target"],
+            "by": row["source"],
+        }
+        for row in sorted(rows, key=lambda row: -(row["orders"] or 0))
+        if row["orders"] is not None
+    ]
+    names = [record["theory"] for record in records]
+    return (
+        alt.Chart(alt.Data(values=records), title=title, width=420, height=alt.Step(18))
+        .mark_bar()
+        .encode(
+            x=alt.X("orders:Q", title="rank correlation with what it is about"),
+            y=alt.Y("theory:N", sort=names, title=None, axis=alt.Axis(labelLimit=280)),
+            color=alt.Color("about:N", scale=alt.Scale(range=SCALE)),
+            tooltip=["theory:N", "by:N", "about:N", alt.Tooltip("orders:Q", format=".2f")],
+        )
+        .properties(description="Bars: rank correlation of heads, one bar for every theory")
+    )
+
+
+def save_league(league: Record, path: Path, *, title: str) -> Path:
+    """Write a page (.html) with a table that sorts itself, or the bars alone as a figure."""
+    chart = league_chart(league["theories"], title=title)
+    if path.suffix != ".html":
+        return save_chart(chart, path)
+    measured = "\n".join(f"- **{name}**: {words}" for name, words in league["measured"].items())
+    skipped = [f"- skipped {plain_markdown(f'{n}: {why}')}" for n, why in league["skipped"].items()]
+    sections = [
+        Section(
+            key="table",
+            title="Everybody's theory",
+            text="error: mean |value − measured| over heads, where a theory names a number or a "
+            "bound. orders: rank correlation of heads with what the theory is about, 1 where its "
+            "order is right; *with …*: the same, signed, with other things measured. A click on a "
+            "title sorts.\n\n" + markdown_table(league["theories"], LEAGUE, is_plain=True),
+            script=asset("sort.js"),
+        ),
+        Section(
+            key="order",
+            title="Who orders the heads",
+            chart=specification(chart),
+            caption="Rank correlation of a theory's quantity with what it is about, turned so that "
+            "1 is right.",
+        ),
+        Section(key="measured", title="What was measured", text="\n".join([measured, *skipped])),
+    ]
+    intro = (
+        f"{len(league['heads'])} heads. Quantities from the first half of a text in blocks of "
+        f"{league['tokens']} tokens, attention measured on {league['blocks']} other blocks."
+    )
+    return write_file(path, render_page(f"Everybody's theory: {title}", sections, intro=intro))
