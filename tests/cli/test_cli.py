@@ -59,8 +59,8 @@ def test_quiet_says_nothing_but_errors(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["--quiet", *THEORY, "--out", str(out)]) == 0
     quiet = capsys.readouterr()
     assert quiet.err == "" and "regime: late" in quiet.out
-    assert main(["theori", "--quiet"]) == 2
-    assert "did you mean theory?" in capsys.readouterr().err
+    assert main(["simulat", "--quiet"]) == 2
+    assert "did you mean simulate?" in capsys.readouterr().err
 
 
 def test_the_shell_completes_commands_and_flags(capsys: pytest.CaptureFixture[str]) -> None:

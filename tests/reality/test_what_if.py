@@ -1,7 +1,10 @@
 """What-ifs against doing it: to the model itself, or to tokens whose law is known."""
 
+import importlib.util
 import json
 import math
+import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -210,3 +213,20 @@ def test_mistakes_are_explained() -> None:
                   {"tokens": 1}, {"temperature": 0.0}):  # fmt: skip
         with pytest.raises(ConfigError):
             Change(**wrong)  # type: ignore[arg-type]
+
+
+def test_the_tables_of_interventions_are_those_of_the_studies() -> None:
+    root = Path(__file__).parents[2]
+    path = root / "benchmarks" / "study_interventions.py"
+    spec = importlib.util.spec_from_file_location("study_interventions", path)
+    assert spec is not None and spec.loader is not None
+    study = importlib.util.module_from_spec(spec)
+    sys.modules["study_interventions"] = study  # its dataclasses look there
+    spec.loader.exec_module(study)
+    studies = study.load(root / "results" / "interventions")
+    text = (root / "docs" / "interventions.md").read_text()
+    marks = re.findall(r"<!-- results: (\S+) -->\n(.*?)<!-- end -->", text, re.DOTALL)
+    assert len(studies) >= 3 and len(marks) == 4
+    for name, table in marks:
+        # to mend it: python benchmarks/study_interventions.py --page docs/interventions.md
+        assert table == study.table(studies, name), name
