@@ -1,4 +1,4 @@
-"""Damaged and hostile checkpoints, by the thousand, through the real command."""
+"""Damaged and hostile checkpoints, by the hundred, through the real command."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 FUZZ = Path(__file__).with_name("fuzz.py")
 
 
-@pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_no_file_ends_in_a_traceback_a_hang_or_a_full_memory(count: int, seed: int) -> None:
     done = subprocess.run(
         [sys.executable, str(FUZZ), str(count), str(seed)],

@@ -133,7 +133,7 @@ def test_mistakes_have_an_exit_code_and_say_what_to_do(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("line", ["theory --xi 5 --eta 0.1 --json", "sweep --help", "--help"])
+@pytest.mark.parametrize("line", ["theory --xi 5 --eta 0.1 --json", "sweep --help"])
 def test_a_closed_pipe_is_no_error(line: str) -> None:
     command = f"{sys.executable} -m locater.cli {line} | true"
     result = subprocess.run(command, shell=True, capture_output=True, text=True)
@@ -210,7 +210,6 @@ def test_a_preset_is_read_before_the_flags_whose_defaults_it_decides() -> None:
     [
         ("altair", "report", "report model --out {out}.html"),
         ("accelerate", "lab", "sweep tiny --out {out}"),
-        ("accelerate", "lab", "train --preset tiny --out {out}"),
     ],
 )
 def test_a_missing_package_is_named_at_once_with_what_installs_it(

@@ -564,14 +564,12 @@ def test_a_score_beyond_all_numbers_is_refused() -> None:
 
 @pytest.mark.parametrize("noise", [1e-300, -1e-300, 1e-17, -1e-17, 1e-14, -1e-14])
 def test_a_weight_that_is_rounding_error_changes_nothing(noise: float) -> None:
-    for constant in (-0.2, 0.0, 1 / 6, 0.5, 1.0, 1.2):
-        for weight in (0.3, -0.3):
-            one, two = (
-                QuadraticLaw(torch.tensor([constant]).double(), torch.tensor([weights]).double())
-                for weights in ([weight], [weight, noise])
-            )
-            expected = one.between(0.0, 1.0).item()
-            assert two.between(0.0, 1.0).item() == pytest.approx(expected, abs=1e-6)
+    constant = torch.tensor([-0.2, 0.0, 1 / 6, 0.5, 1.0, 1.2]).double().repeat(2)
+    weight = torch.tensor([0.3, -0.3]).double().repeat_interleave(6)[:, None]
+    both = torch.cat((weight, torch.full_like(weight, noise)), -1)
+    expected = QuadraticLaw(constant, weight).between(0.0, 1.0)
+    found = QuadraticLaw(constant, both).between(0.0, 1.0)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
 # --- rows of logits ---------------------------------------------------------------------------

@@ -178,15 +178,7 @@ class Layers:
         cls, checkpoint: Checkpoint, *, recipes: Sequence[Recipe] = RECIPES, gains: bool = True
     ) -> Layers:
         """The attentions of an open checkpoint."""
-        try:
-            attentions, skipped = layouts(checkpoint.shapes, checkpoint.config, recipes=recipes)
-        except LocaterError:
-            raise
-        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-            raise InputError(
-                f"the config of {checkpoint.name} cannot be used: {type(error).__name__}: {error}.",
-                hint="look for a value of the wrong kind in config.json.",
-            ) from error
+        attentions, skipped = layouts(checkpoint.shapes, checkpoint.config, recipes=recipes)
         skipped += _absent(attentions, skipped, checkpoint.config)
         stored = [one for one in attentions if ".parametrizations." in " ".join(one.tensors)]
         skipped += [Skipped(name=attention.name, reason=_PARAMETRIZED) for attention in stored]
@@ -257,11 +249,7 @@ class Layers:
 
         The norm's bias, the same for all tokens, acts on the logits as a bias of the queries.
         """
-        form, gain = self.parts(layout, tensors, key_heads, distances, gains=gains)
-        if gain is None:
-            return form
-        query, key = (part.detach().double() * gain for part in (form.query, form.key))
-        return replace(form, query=query, key=key)
+        return _gained(*self.parts(layout, tensors, key_heads, distances, gains=gains))
 
     def parts(
         self,
@@ -287,11 +275,7 @@ class Layers:
             for name in ("query_norm", "key_norm")
             if (norm := getattr(form, name)) is not None
         }
-        if gain is not None:
-            sides = (form.query, form.key)
-            query, key = (part.detach().double() * gain for part in sides)
-            normed |= {"query": query, "key": key}
-        return replace(form, **normed).under(), None
+        return replace(_gained(form, gain), **normed).under(), None
 
     def gain(
         self, layout: AttentionLayout, tensors: Tensors
@@ -325,6 +309,14 @@ class Layers:
             name: value.float() if value.is_floating_point() and value.element_size() < 2 else value
             for name, value in tensors.items()
         }
+
+
+def _gained(form: QKForm, gain: Tensor | None) -> QKForm:
+    """The form with the gains of the norm before it in its factors."""
+    if gain is None:
+        return form
+    query, key = (part.detach().double() * gain for part in (form.query, form.key))
+    return replace(form, query=query, key=key)
 
 
 def _after(norm: HeadNorm, gain: Tensor | None, shift: Tensor | None) -> HeadNorm:
@@ -610,8 +602,7 @@ class Auditor:
     ) -> dict[str, Tensor]:
         settings, share = self.settings, layout.heads // layout.kv_heads
         if gain is not None and process.mean is not None:  # they read the factors themselves
-            query, key = (part.detach().double() * gain for part in (form.query, form.key))
-            form, gain = replace(form, query=query, key=key), None
+            form, gain = _gained(form, gain), None
         still = form.at_offset(settings.offset)
         spectrum = plain = still.spectrum(process.covariance, share=share, gain=gain)
         if process.covariance is not None:  # the null is about the weights themselves

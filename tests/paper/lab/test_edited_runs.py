@@ -56,7 +56,7 @@ def edit(path: Path, draw: random.Random) -> None:
     path.write_text("".join(f"{part}\n" for part in parts))
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(600, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [30, pytest.param(600, marks=pytest.mark.slow)])
 def test_edited_runs_are_shown_or_refused(
     count: int, trained: Path, tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -76,7 +77,7 @@ KINDS = {
 def test_a_run_cut_after_a_checkpoint_goes_on_bit_by_bit(
     kind: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = replace(SMALL, **KINDS[kind])
+    config = replace(SMALL, **KINDS[kind], predict_every=2 if kind == "as it is" else 99)
     finish(config, tmp_path / "whole", text)
 
     def stop(progress: object) -> None:
@@ -94,9 +95,12 @@ def test_a_run_cut_after_a_checkpoint_goes_on_bit_by_bit(
     )
     assert said == ["going on from step 4 of 12"]
     assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
-    other = replace(config, seed=1)
-    finish(other, tmp_path / "other", text)
-    assert contents(tmp_path / "other") != contents(tmp_path / "whole")
+
+
+def test_another_seed_is_another_run(text: Path, tmp_path: Path) -> None:
+    for seed in (0, 1):
+        finish(replace(SMALL, steps=2, seed=seed), tmp_path / str(seed), text)
+    assert contents(tmp_path / "0") != contents(tmp_path / "1")
 
 
 PROGRAM = """
@@ -113,14 +117,14 @@ train(config, Path(sys.argv[2]), data=sys.argv[3], checkpoint_every=5, trackers=
 
 
 def test_a_killed_process_leaves_a_run_that_goes_on_bit_by_bit(text: Path, tmp_path: Path) -> None:
-    config = replace(SMALL, steps=40, predict_every=99)
+    config = replace(SMALL, steps=24, predict_every=99)
     finish(config, tmp_path / "whole", text, every=5)
     arguments = [json.dumps(config.changes()), str(tmp_path / "killed"), str(text)]
     command = [sys.executable, "-c", PROGRAM, *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     for line in process.stdout:  # somewhere in the middle, at no moment in particular
-        if int(line) >= 13:
+        if int(line) >= 8:
             break
     os.kill(process.pid, signal.SIGKILL)
     process.stdout.close()
@@ -142,13 +146,24 @@ def test_the_last_two_checkpoints_are_kept_and_a_finished_run_is_not_repeated(
     assert (tmp_path / "metrics.jsonl").stat().st_mtime_ns == before
 
 
+SHORT = replace(SMALL, layers=1, steps=6, measure_every=2, dim=4, predict_every=99)
+
+
+@pytest.fixture(scope="module")
+def short(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run, to copy."""
+    folder = tmp_path_factory.mktemp("short")
+    finish(SHORT, folder, text, every=2)
+    return folder
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "state.safetensors", "manifest.json"])
 @pytest.mark.parametrize("harm", ["cut", "flipped", "gone"])
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(
-    name: str, harm: str, text: Path, tmp_path: Path
+    name: str, harm: str, short: Path, text: Path, tmp_path: Path
 ) -> None:
-    config = replace(SMALL, layers=1, steps=6, measure_every=2, dim=4)
-    finish(config, tmp_path, text, every=2)
+    config = SHORT
+    shutil.copytree(short, tmp_path, dirs_exist_ok=True)
     whole = contents(tmp_path)
     damaged = tmp_path / "checkpoints" / "step-00000006" / name
     data = bytearray(damaged.read_bytes())
@@ -327,13 +342,23 @@ def test_checkpoints_of_a_run_are_audited_like_any_others(
     assert timeline.audits[0].rows != timeline.audits[1].rows
 
 
-SEVERAL = replace(SMALL, evaluations=4, measure_every=5)
+SEVERAL = replace(SMALL, evaluations=4, measure_every=5, predict_every=99, learning_rate=0.3)
+OVERFIT = replace(SEVERAL, scale_strength=0.0, mean_strength=0.0, steps=40)
+"""A high rate overfits at once, so that the best step is not the last."""
 
 
-def test_the_best_evaluation_is_kept_and_scored_on_test_once(text: Path, tmp_path: Path) -> None:
-    """A high rate overfits at once, so that the best step is not the last."""
-    config = replace(SEVERAL, learning_rate=0.3, scale_strength=0.0, mean_strength=0.0, steps=40)
-    run = finish(config, tmp_path / "run", text)
+@pytest.fixture(scope="module")
+def overfit(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run, to read."""
+    folder = tmp_path_factory.mktemp("overfit")
+    finish(OVERFIT, folder, text, every=11)
+    return folder
+
+
+def test_the_best_evaluation_is_kept_and_scored_on_test_once(
+    overfit: Path, text: Path, tmp_path: Path
+) -> None:
+    config, run = OVERFIT, Run.load(overfit)
     scored = dict(run.series("whole_valid_loss"))
     assert tuple(scored) == config.evaluation_steps == (2, 10, 22, 40)
     assert run.final is not None
@@ -350,10 +375,10 @@ def test_the_best_evaluation_is_kept_and_scored_on_test_once(text: Path, tmp_pat
     assert run.final["test_loss"] != rounded(loss(material.whole_valid))
 
 
-def test_a_run_with_several_evaluations_goes_on_bit_by_bit(text: Path, tmp_path: Path) -> None:
+def test_a_run_with_several_evaluations_goes_on_bit_by_bit(
+    overfit: Path, text: Path, tmp_path: Path
+) -> None:
     """Cut after the best evaluation: that model is in the checkpoint, or test would differ."""
-    config = replace(SEVERAL, learning_rate=0.3, scale_strength=0.0, mean_strength=0.0, steps=40)
-    finish(config, tmp_path / "whole", text, every=11)
 
     def stop(progress: object) -> None:
         if progress.step == 35:  # type: ignore[attr-defined]
@@ -361,13 +386,13 @@ def test_a_run_with_several_evaluations_goes_on_bit_by_bit(text: Path, tmp_path:
 
     cut = tmp_path / "cut"
     with pytest.raises(KeyboardInterrupt):
-        train(config, cut, data=str(text), checkpoint_every=11, trackers=(), report=stop)
-    finish(config, cut, text, every=11)
-    assert contents(cut) == contents(tmp_path / "whole")
+        train(OVERFIT, cut, data=str(text), checkpoint_every=11, trackers=(), report=stop)
+    finish(OVERFIT, cut, text, every=11)
+    assert contents(cut) == contents(overfit)
 
 
 def test_patience_ends_a_run_that_gets_no_better(text: Path, tmp_path: Path) -> None:
-    config = replace(SEVERAL, learning_rate=0.3, steps=400, evaluations=20, patience=3)
+    config = replace(SEVERAL, steps=400, evaluations=20, patience=3, measure_every=200)
     run = finish(config, tmp_path / "run", text, every=100)
     assert run.final is not None
     assert run.final["end"] == "finished"
