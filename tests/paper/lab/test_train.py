@@ -449,6 +449,7 @@ EACH = """
 import errno, json, os, shutil, sys
 from pathlib import Path
 import torch
+import torch._dynamo  # the optimizer's: once, for all children
 torch.set_num_threads(1)
 from locater.errors import LocaterError
 from locater.paper.lab.batches import load_material
@@ -457,7 +458,7 @@ from locater.paper.lab.settings import TrainConfig
 from locater.paper.lab.train import train
 config, base, text, kind = TrainConfig.from_dict(json.loads(sys.argv[1])), *sys.argv[2:]
 base = Path(base)
-load_material(config, text)  # once, for all children
+load_material(config, text)
 
 def go(out):
     train(config, out, data=text, checkpoint_every=4, trackers=())
@@ -522,7 +523,7 @@ def test_nothing_is_reported_that_is_not_there_whatever_fails_in_the_last_save(
     kind: str, code: int, text: Path, tmp_path: Path
 ) -> None:
     """At every call that changes the disk, from the last checkpoint but one to the end."""
-    config = replace(SMALL, evaluations=3)
+    config = replace(SHORT, steps=12, tokens=4, evaluations=3, measure_every=12)
     finish(config, tmp_path / "whole", text)
 
     def stop(progress: object) -> None:

@@ -8,9 +8,9 @@ checkpoints keep; `control/stabilizers` does the same to any other model.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, get_args, get_type_hints
 
 import torch
@@ -34,6 +34,13 @@ Stabilizer = Literal["none", "sigma-reparam", "qk-norm", "qk-clip", "soft-cap", 
 STABILIZERS: tuple[Stabilizer, ...] = get_args(Stabilizer)
 ROPE_THETA = 10_000.0
 _FIRST_POSITION = 2  # fairseq counts positions from its padding index, 1, plus one
+
+
+@cache  # a sweep makes thousands of settings
+def _choices(settings: type) -> dict[str, tuple[str, ...]]:
+    """The words that each setting of a class may be, where it has such."""
+    found = {name: get_args(hint) for name, hint in get_type_hints(settings).items()}
+    return {n: words for n, words in found.items() if words and isinstance(words[0], str)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +79,9 @@ class Shape:
     """The share of entries set to zero while training."""
 
     def __post_init__(self) -> None:
-        hints = get_type_hints(type(self))
-        for field in dataclasses.fields(self):
-            choices, value = get_args(hints[field.name]), getattr(self, field.name)
-            if choices and all(isinstance(one, str) for one in choices) and value not in choices:
-                raise unknown(field.name, value, choices)
+        for name, words in _choices(type(self)).items():  # type: ignore[arg-type]
+            if getattr(self, name) not in words:
+                raise unknown(name, getattr(self, name), words)
         for name, least in (("layers", 1), ("dim", 4), ("heads", 1), ("kv_heads", 1), ("ffn", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
