@@ -207,7 +207,8 @@ def _tokenizers_version() -> str:
     return str(tokenizers.__version__)
 
 
-def _learned_pieces(texts: Mapping[str, str], size: int) -> Encoded:
+def learned_tokenizer(text: str, size: int) -> Any:
+    """Pieces of words, learned from a text's lines."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     tokenizer: Any = Tokenizer(models.BPE())
@@ -218,21 +219,27 @@ def _learned_pieces(texts: Mapping[str, str], size: int) -> Encoded:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    lines = {
-        split: [" ".join(line.split()) for line in texts[split].splitlines()] for split in SPLITS
-    }
-    tokenizer.train_from_iterator(lines["train"], trainer)
+    tokenizer.train_from_iterator(_lines(text), trainer)
     learned = tokenizer.get_vocab_size()
     if learned < size:
         raise ConfigError(
             f"a vocabulary of pieces from this text has at most {learned}, got {size}.",
             hint="choose a smaller size or more text.",
         )
+    return tokenizer
+
+
+def _lines(text: str) -> list[str]:
+    return [" ".join(line.split()) for line in text.splitlines()]
+
+
+def _learned_pieces(texts: Mapping[str, str], size: int) -> Encoded:
+    tokenizer = learned_tokenizer(texts["train"], size)
     names = sorted(tokenizer.get_vocab().items(), key=lambda one: one[1])
     end = tokenizer.token_to_id(EOS)
     ids = {}
     for split in SPLITS:
-        encoded = tokenizer.encode_batch_fast(lines[split])
+        encoded = tokenizer.encode_batch_fast(_lines(texts[split]))
         ids[split] = torch.tensor([one for line in encoded for one in (*line.ids, end)])
     return tuple(name for name, _ in names), ids
 
