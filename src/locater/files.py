@@ -53,6 +53,15 @@ def write_file(path: Path, data: str | bytes) -> Path:
     return path
 
 
+DEMO = Path(__file__).parent / "models/demo"
+"""A small trained model, its vocabulary and a text: what `demo` stands for."""
+
+
+def packaged(source: str | Path) -> str | Path:
+    """The packaged model's folder for `demo`, where nothing here is called so; else the source."""
+    return DEMO if str(source) == "demo" and not Path(source).exists() else source
+
+
 def sync_folder(path: Path) -> None:
     """Make the names in a folder durable: the sync of a file does not."""
     if os.name == "nt":  # pragma: no cover - folders cannot be opened there

@@ -53,6 +53,7 @@ from locater.checkpoints.source import (
     status,
 )
 from locater.errors import LocaterError, guarded
+from locater.files import packaged
 from locater.models.names import natural_order
 
 Format = Literal["safetensors", "pytorch", "distributed", "gguf", "lora"]
@@ -135,6 +136,8 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open a folder, a file, an HTTP(S) URL or a hub id (`org/name`, `org/name@revision`).
 
+    `demo` is a small trained model that comes with this package.
+
     `base` is what a LoRA adapter stands on; a hub id in its own config serves where none is given.
     `config` adds to what the checkpoint says of itself, and wins: `config={"n_head": 12}` for a
     model without one.  `say` hears where somebody has to wait.
@@ -157,6 +160,7 @@ def _open(
 
 def _find(source: str | Path, say: Say = silent) -> tuple[Place, Choice]:
     """The folder that a source speaks of, and the files in it that are meant."""
+    source = packaged(source)
     text = str(source)
     page = _HUB_URL.fullmatch(text)
     if re.match("https?://", text) and not page:

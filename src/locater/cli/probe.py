@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from locater.cli.terminal import check_figure, parse, plain, print_json, progress, say, show
 from locater.errors import ConfigError, LocaterError
+from locater.files import DEMO, packaged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,9 +18,9 @@ class OnText:
     """A model, a text to run it on, and where the answer goes."""
 
     model: str
-    """May stand first, without --model: a folder, a GGUF file or a hub id (extra `hf`)."""
-    text: Path
-    """A plain text."""
+    """May stand first, without --model: a folder, a GGUF file, a hub id, or demo (extra `hf`)."""
+    text: Path | None = None
+    """A plain text; the model demo brings one."""
     tokens: int = 64
     """T, the length of a block; its last token is the last query."""
     blocks: int = 600
@@ -47,7 +48,9 @@ class OnText:
         """The model, and the text in blocks of its tokens."""
         from locater.models.loading import load_model, read_text, text_blocks
 
-        text = read_text(self.text)
+        if self.text is None and packaged(self.model) != DEMO:
+            raise ConfigError("no text is given.", hint="add --text FILE, a plain text.")
+        text = read_text(self.text or DEMO / "text.txt")
         model, tokenizer = load_model(self.model, device=self.device, dtype=self.dtype, say=say)
         sizes = {"tokens": self.tokens, "blocks": self.blocks}
         return model, text_blocks(tokenizer, text, special=self.special, **sizes)

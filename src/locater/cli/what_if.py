@@ -10,6 +10,7 @@ from typing import Any
 from locater.cli.probe import OnText
 from locater.cli.terminal import parse, plain, print_json, progress, show
 from locater.errors import ConfigError
+from locater.files import DEMO, packaged
 from locater.reality.what_if import Change, Moments, WhatIf, moments, what_if
 
 
@@ -54,7 +55,7 @@ def run(arguments: Sequence[str]) -> None:
 def _known(command: WhatIfCommand) -> Moments:
     if Path(command.model).is_file() and command.text is None:
         return Moments.load(Path(command.model))
-    if command.text is None:
+    if command.text is None and packaged(command.model) != DEMO:
         raise ConfigError(
             "without a text nothing is known of the model's tokens.",
             hint="give --text FILE, or a file of `locater moments` in the model's place.",

@@ -16,6 +16,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from locater.errors import ConfigError, InputError, LocaterError, guarded, needing, unknown
+from locater.files import packaged
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 PATIENCE = 15.0
@@ -32,8 +33,9 @@ def load_model(
 ) -> tuple[nn.Module, Any]:
     """A model without its head, and its tokenizer; needs the extra `hf`.
 
-    `source` is a local folder, a GGUF file, or an id of the Hugging Face hub; `say` hears where
-    somebody has to wait.  With its `head` it predicts the next token.
+    `source` is a local folder, a GGUF file, an id of the Hugging Face hub or `demo`, a small model
+    that comes with this package; `say` hears where somebody has to wait.
+    With its `head` it predicts the next token.
     """
     try:
         place = torch.device(device)
@@ -47,6 +49,7 @@ def load_model(
     if dtype not in get_args(Dtype):
         raise unknown("dtype", dtype, get_args(Dtype))
     kind = getattr(torch, dtype)
+    source = packaged(source)
     path = Path(source).expanduser()
     options: dict[str, Any] = {}
     name = str(path if path.exists() else source)
