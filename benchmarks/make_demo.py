@@ -93,13 +93,15 @@ def main(run: Path) -> None:
     kept = load_file(last / "state.safetensors")
     best = {name[5:]: value for name, value in kept.items() if name.startswith("best.")}
     save_file(llama_state(best, settings["dim"]), DEMO / "model.safetensors")
+    (DEMO / "model.safetensors").chmod(0o644)
     (DEMO / "config.json").write_text(json.dumps(llama_config(settings), indent=2) + "\n")
     vocabulary(settings["vocabulary_size"]).save(str(DEMO / "tokenizer.json"), pretty=False)
     (DEMO / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": text.EOS}) + "\n"
     )
     (DEMO / "text.txt").write_text(guides(), encoding="utf-8")
-    recipe = {"settings": settings, "end": lines[-1], "made by": "benchmarks/make_demo.py"}
+    end = {name: value for name, value in lines[-1].items() if isinstance(value, int | float)}
+    recipe = {"settings": settings, "end": end, "made by": "benchmarks/make_demo.py"}
     (DEMO / "recipe.json").write_text(json.dumps(recipe, indent=1) + "\n")
 
 

@@ -194,10 +194,10 @@ def _columns(audit: Audit) -> Columns:
         **(judged if audit.is_measured else {"stands out": _deviation}),
         "entropy": "entropy:.2f",
         "looks": "regime",
-        "on": "tokens_on",
+        "tokens on": "tokens_on",
         "r": "r:.3g",
         "η": "eta:.3g",
-        "tr W, z": "trace_z:.1f",
+        "trace z": "trace_z:.1f",
         "spread": "spread_ratio:.2f",
         "‖W‖₂": "norm_ratio:.2f",
     }
@@ -210,6 +210,8 @@ def _show(audit: Audit, top: int) -> None:
     shown = rows[: top or None]
     left = ("head", "form", "verdict", "looks", "stands out")
     show(terminal_table(shown, _columns(audit), left=left, is_compact=True))
+    show("tokens on: how many keys' gradients pass the softmax; trace z: tr W in standard deviations "
+         "of random weights; spread, ‖W‖₂: times those of random weights; r, η: docs/glossary.md.")  # fmt: skip
     if len(shown) < len(rows):
         show(f"… and {len(rows) - len(shown)} more heads: --top 0, --json or --csv has them.")
     if audit.is_measured:

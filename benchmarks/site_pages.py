@@ -1,0 +1,68 @@
+"""Pages of the site that are made, not written: start, commands, public names."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import griffe
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the made pages to those of the folder."""
+    for name, content in (
+        ("index.md", start()), ("commands.md", commands()), ("api.md", names())
+    ):  # fmt: skip
+        files.append(File.generated(config, name, content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Links to files that the site does not have become their words."""
+    return re.sub(r"\[([^\]]+)\]\((?:\.\./|[A-Z]+\.)[^)]*\)", r"\1", markdown)
+
+
+class Examples(griffe.Extension):
+    """Examples in docstrings are code, which Markdown does not see by itself."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Fence them."""
+        if obj.docstring and ">>>" in obj.docstring.value:
+            blocks = re.split(r"\n\s*\n", obj.docstring.value)
+            fenced = [f"```python\n{one}\n```" if ">>>" in one else one for one in blocks]
+            obj.docstring.value = "\n\n".join(fenced)
+
+
+def start() -> str:
+    """README, whose links start one folder higher."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    return re.sub(r"\]\(docs/", "](", text)
+
+
+def commands() -> str:
+    """Every command with its help, as the terminal shows it."""
+    from locater.cli import _COMMANDS, main
+
+    parts = ["# Commands\n"]
+    for name, (summary, example) in _COMMANDS.items():
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            main([name, "--help"])
+        told = out.getvalue().partition("example:")[0].rstrip()
+        parts.append(f"## locater {name}\n\n{summary}\n\n```console\n$ {example}\n```\n")
+        parts.append(f"```text\n{told}\n```\n")
+    return "\n".join(parts)
+
+
+def names() -> str:
+    """Every public name, from its docstring."""
+    import locater
+
+    parts = ["# Python\n\nEverything that `from locater import …` offers.\n"]
+    parts += [f"::: locater.{name}\n" for name in sorted(locater.__all__) if name[0] != "_"]
+    return "\n".join(parts)
