@@ -6,7 +6,7 @@ BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SCALE ?= quick
 
-.PHONY: reproduce test check drill bench browser clean
+.PHONY: reproduce test check docs drill bench browser clean
 .DELETE_ON_ERROR:
 
 reproduce: .venv/installed
@@ -31,6 +31,10 @@ check: .venv/installed-dev
 # kills, full disks, mutated files, hostile pages: about an hour
 drill: .venv/installed-dev browser
 	@$(BIN)/python -m pytest -m "drill" tests/drills -s -q
+
+# the guides, commands and public names as a site, in out/site; a dead link is an error
+docs: .venv/installed-dev
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet && echo out/site/index.html
 
 bench: .venv/installed-dev
 	@for file in benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done

@@ -203,6 +203,12 @@ def _columns(audit: Audit) -> Columns:
     }
 
 
+_LEGEND = (
+    "tokens on: how many keys' gradients pass the softmax; trace z: tr W in standard deviations of "
+    "random weights; spread, ‖W‖₂: times those of random weights; r, η: docs/glossary.md."
+)
+
+
 def _show(audit: Audit, top: int) -> None:
     for sentence in audit.head:
         show(plain(sentence))
@@ -210,8 +216,7 @@ def _show(audit: Audit, top: int) -> None:
     shown = rows[: top or None]
     left = ("head", "form", "verdict", "looks", "stands out")
     show(terminal_table(shown, _columns(audit), left=left, is_compact=True))
-    show("tokens on: how many keys' gradients pass the softmax; trace z: tr W in standard deviations "
-         "of random weights; spread, ‖W‖₂: times those of random weights; r, η: docs/glossary.md.")  # fmt: skip
+    show(_LEGEND)
     if len(shown) < len(rows):
         show(f"… and {len(rows) - len(shown)} more heads: --top 0, --json or --csv has them.")
     if audit.is_measured:
