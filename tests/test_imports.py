@@ -18,7 +18,6 @@ from locater import LocaterError, MissingExtraError
 ROOT = Path(__file__).parents[1]
 LOADED_BY_OTHERS = {
     "lightning",  # control/trainers imports it by name, when it is used
-    "peft",  # transformers loads adapters with it
     "tensorboard",  # accelerate writes its logs with it
 }
 HEAVY = ("torch", "altair", "transformers", "ray", "matplotlib", "pandas")
