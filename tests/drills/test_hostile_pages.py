@@ -82,6 +82,8 @@ def pages(samples: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         "tensors": ["audit", str(weights), "--heads", "4", "--tokens", "16"],
         "probe": ["probe", str(models[1]), *sizes],
         "reality": ["explain", str(models[2]), *sizes],
+        "what-if": ["what-if", str(models[1]), "--text", text, "--from-tokens", "16", "--blocks",
+                    "40", "--tokens", "24", "--draws", "20"],
         "theories": ["theories", str(models[0]), *sizes, "--draws", "20"],
         "report": ["report", str(run), str(stored), str(models[3])],
         "reproduce": ["reproduce", "--only", "fig1,published", "--no-exports",
@@ -126,7 +128,17 @@ def watched(browser: Browser, path: Path) -> tuple[Page, list[str]]:
 
 @pytest.mark.parametrize(
     "name",
-    ["audit", "timeline", "tensors", "probe", "reality", "theories", "report", "reproduce"],
+    [
+        "audit",
+        "timeline",
+        "tensors",
+        "probe",
+        "reality",
+        "what-if",
+        "theories",
+        "report",
+        "reproduce",
+    ],
 )
 def test_names_stay_text(name: str, pages: dict[str, Path], browser: Browser) -> None:
     page, happened = watched(browser, pages[name])

@@ -18,7 +18,15 @@ from locater.cli import main
 from locater.models.loading import load_model, read_text, text_blocks
 from locater.models.positions import stretched
 from locater.probe.samples import collect
-from locater.reality.what_if import Change, LayerMoments, Moments, look, moments, what_if
+from locater.reality.what_if import (
+    Change,
+    LayerMoments,
+    Moments,
+    change_bar,
+    look,
+    moments,
+    what_if,
+)
 
 HEAD, MODEL, TOKENS = 8, 16, 12
 
@@ -213,6 +221,20 @@ def test_mistakes_are_explained() -> None:
                   {"tokens": 1}, {"temperature": 0.0}):  # fmt: skip
         with pytest.raises(ConfigError):
             Change(**wrong)  # type: ignore[arg-type]
+
+
+def test_nine_of_ten_real_changes_lie_within_the_bar() -> None:
+    """Over what was done to real models; the bar is neither empty nor a wall."""
+    within, wide = [], []
+    for path in (Path(__file__).parents[2] / "results/interventions").glob("*.json"):
+        for layer in json.loads(path.read_text())["layers"].values():
+            for row in layer:
+                ours, real = row["moments"]["entropy"], row["measured"]["entropy"]
+                within.append(abs(ours - real) <= change_bar(ours))
+                wide.append(abs(ours - real) <= change_bar(ours) / 2)
+    assert len(within) > 500
+    assert 0.87 <= sum(within) / len(within) <= 0.95
+    assert sum(wide) / len(wide) < 0.85
 
 
 def test_the_tables_of_interventions_are_those_of_the_studies() -> None:

@@ -33,6 +33,10 @@ from locater.models.positions import stretched
 from locater.probe.samples import at_once, collect
 
 _PARTS = ("kernel", "covariance", "mean", "query_bias", "key_bias", "frequencies", "distance_bias")
+BAR = (0.1, 0.2, 0.25)
+"""Nats, share of the predicted change, and nats for every factor of e in length: within their sum
+lay nine of ten measured changes of entropy of real heads (docs/what-if.md, results/interventions
+and results/what-if)."""
 QUANTILE = 0.999
 """Of the largest logit of a row: how far it reaches in one row of a thousand."""
 
@@ -397,6 +401,16 @@ class WhatIf:
         }
 
 
+def change_bar(change: float, ratio: float = 1.0) -> float:
+    """How far off a predicted change of entropy is in nine heads of ten, as seen on real models.
+
+    >>> round(change_bar(-0.5), 3), round(change_bar(0.5, ratio=8.0), 2)
+    (0.2, 0.72)
+    """
+    least, share, longer = BAR
+    return least + share * abs(change) + longer * abs(math.log(ratio))
+
+
 def what_if(
     known: Moments,
     change: Change,
@@ -419,6 +433,9 @@ def what_if(
                 generator = torch.Generator().manual_seed(seed)
                 for name, value in asdict(outlook(*pair, draws, generator)).items():
                     row[f"{name}_{when}"] = value
+            row["entropy_change"] = row["entropy_after"] - row["entropy_before"]
+            ratio = (change.tokens or layer.tokens) / layer.tokens
+            row["entropy_change_bar"] = change_bar(row["entropy_change"], ratio)
             rows.append(row)
             report(len(rows), total)
     tokens = change.tokens or known.layers[0].tokens
