@@ -9,6 +9,7 @@ import pytest
 from tests.paper.lab.test_sweep import in_this_process
 
 from locater.paper import parts
+from locater.paper.curves import rho_grid
 from locater.paper.lab.presets import Sweep, sweep_named
 from locater.paper.lab.sweep import run_sweep
 from locater.paper.reproduce import ReproduceConfig, reproduce
@@ -43,6 +44,9 @@ def make_whole_page(
         patch.setattr(parts, "run_sweep", partial(run_sweep, workers=1))
         patch.setattr(parts, "_BLOCKS", {"quick": 100})
         patch.setattr(parts, "preset", lambda _: small)
+        grid = partial(rho_grid, (0, 10), (0.5, 1))
+        fig2 = replace(parts.PARTS["fig2"], make=partial(parts._FIG2, records=grid))
+        patch.setitem(parts.PARTS, "fig2", fig2)
         in_this_process(patch)
         config = ReproduceConfig(out=out, exports=exports, reality=reality)
         return reproduce(config, report=report)
