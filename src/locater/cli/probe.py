@@ -13,6 +13,13 @@ from locater.errors import ConfigError, LocaterError
 from locater.files import DEMO, packaged
 
 
+def text_of(model: str, text: Path | None) -> Path:
+    """The text that was given; the model demo brings its own."""
+    if text is None and packaged(model) != DEMO:
+        raise ConfigError("no text is given.", hint="add --text FILE, a plain text.")
+    return text or DEMO / "text.txt"
+
+
 @dataclass(frozen=True, kw_only=True)
 class OnText:
     """A model, a text to run it on, and where the answer goes."""
@@ -48,9 +55,7 @@ class OnText:
         """The model, and the text in blocks of its tokens."""
         from locater.models.loading import load_model, read_text, text_blocks
 
-        if self.text is None and packaged(self.model) != DEMO:
-            raise ConfigError("no text is given.", hint="add --text FILE, a plain text.")
-        text = read_text(self.text or DEMO / "text.txt")
+        text = read_text(text_of(self.model, self.text))
         model, tokenizer = load_model(self.model, device=self.device, dtype=self.dtype, say=say)
         sizes = {"tokens": self.tokens, "blocks": self.blocks}
         return model, text_blocks(tokenizer, text, special=self.special, **sizes)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from locater.cli.probe import text_of
 from locater.cli.terminal import (
     EngineFlags,
     check_figure,
@@ -27,9 +28,9 @@ class TrialCommand(EngineFlags, TrialConfig):
 
     model: str
     """May stand first, without --model: a config.json (new weights for every seed), a folder with
-    a checkpoint, or a hub id (extra `hf`)."""
-    text: Path
-    """A plain text; its last tenth is held out."""
+    a checkpoint, a hub id, or demo (extra `hf`)."""
+    text: Path | None = None
+    """A plain text, whose last tenth is held out; the model demo brings one."""
     methods: str = ",".join(TrialConfig.methods)  # type: ignore[assignment]
     """Of none, locater, locater-covariance, sigma-reparam, qk-norm, qk-clip, soft-cap, z-loss,
     entropy-floor, qk-rate; settings follow after colons: qk-clip:max_logit=30."""
@@ -95,7 +96,7 @@ def _loaded(
     """The model, the text in blocks of its tokens, and what makes new weights."""
     from locater.models.loading import Bytes, load_model, model_from_config, read_text, text_blocks
 
-    text, fresh, path = read_text(command.text), None, Path(command.model)
+    text, fresh, path = read_text(text_of(command.model, command.text)), None, Path(command.model)
     if path.is_file() and path.suffix == ".json":
         fresh = model_from_config(path)
         tokenizer: Any = Bytes()
