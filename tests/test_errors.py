@@ -6,8 +6,10 @@ from locater.errors import MissingExtraError, unforeseen, unknown
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
-    error = unknown("process", "wlak", ("walk", "iid"))
-    assert str(error) == "unknown process 'wlak'.\nhint: choose one of: walk, iid."
+    said = str(unknown("process", "wlak", ("walk", "iid")))
+    assert said == "unknown process 'wlak'.\nhint: did you mean walk? choose one of: walk, iid."
+    said = str(unknown("process", "none", ("walk", "iid")))
+    assert said == "unknown process 'none'.\nhint: choose one of: walk, iid."
 
 
 def test_a_missing_package_is_told_by_workers_too() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import partial
@@ -95,6 +95,20 @@ def unforeseen(error: Exception) -> LocaterError:
         f"this should not have happened: {reason:.300}",
         hint="LOCATER_TRACEBACK=1 before the command shows where; what was finished is kept.",
     )
+
+
+def check_choice(what: str, value: object, choices: Collection[str]) -> None:
+    """Refuse a name that is none of the choices."""
+    if value not in choices:
+        raise unknown(what, value, choices)
+
+
+def at_least(settings: object, least: Mapping[str, int], *, hint: str) -> None:
+    """Refuse settings of a record that are smaller than they can be; None is no number."""
+    for name, limit in least.items():
+        value = getattr(settings, name)
+        if value is not None and value < limit:
+            raise ConfigError(f"{name} must be at least {limit}, got {value}.", hint=hint)
 
 
 def unknown(what: str, value: object, choices: Iterable[str]) -> ConfigError:

@@ -26,7 +26,7 @@ from locater.core.form import QKForm, check_covariance, semidefinite_root
 from locater.core.process import ProcessName, TokenProcess, centered_kernel
 from locater.core.theory import Profile, is_on, propagates, propagation
 from locater.engines import Engine, one_thread, run_units
-from locater.errors import ConfigError, unknown
+from locater.errors import ConfigError, at_least, check_choice
 from locater.files import keep, kept, write_file
 
 Estimator = Literal["conditional", "count"]
@@ -73,17 +73,12 @@ class SimulateConfig:
 
     def __post_init__(self) -> None:
         least_of = {"tokens": 2, "model": 1, "sequences": 2, "draws": 1, "memory": 1}
-        for name, least in least_of.items():
-            if getattr(self, name) < least:
-                raise ConfigError(
-                    f"{name} must be at least {least}, got {getattr(self, name)}.",
-                    hint="the paper has 40 tokens, 128 dimensions, 300 sequences and 10 draws.",
-                )
+        paper = "the paper has 40 tokens, 128 dimensions, 300 sequences and 10 draws."
+        at_least(self, least_of, hint=paper)
         kinds = {"form": FormName, "covariance": CovarianceName, "process": ProcessName,
                  "estimator": Estimator}  # fmt: skip
         for name, kind in kinds.items():
-            if getattr(self, name) not in get_args(kind):
-                raise unknown(name, getattr(self, name), get_args(kind))
+            check_choice(name, getattr(self, name), get_args(kind))
         if not self.pairs or not all(0 <= s < math.inf and math.isfinite(m) for m, s in self.pairs):
             raise ConfigError(
                 f"pairs must be (mean, scale) with scales of zero or more, got {self.pairs}.",
@@ -221,8 +216,7 @@ def preset(name: Preset) -> dict[str, SimulateConfig]:
 
     `fig5` has the paper's 300 sequences, `fig5-precise` 100,000.
     """
-    if name not in get_args(Preset):
-        raise unknown("preset", name, get_args(Preset))
+    check_choice("preset", name, get_args(Preset))
     base = SimulateConfig(sequences=300 if name == "fig5" else 100_000)
     return {
         "random walk, Σ = I": base,

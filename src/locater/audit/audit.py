@@ -24,7 +24,7 @@ from locater.core.process import DENSE_TOKENS, LongProcess, ProcessName, TokenPr
 from locater.core.score import HeadMoments, LogitDraws, SampledHeads
 from locater.core.theory import REGIMES, Profile, attention_entropy, regime_of
 from locater.engines import one_thread
-from locater.errors import ConfigError, InputError, LocaterError, unknown
+from locater.errors import ConfigError, InputError, LocaterError, check_choice
 from locater.models.coverage import known
 from locater.models.layout import AttentionLayout, Skipped
 from locater.models.live import AnyPair, discover, find_attention
@@ -101,8 +101,7 @@ class AuditConfig:
                 f"offset must be zero or more, got {self.offset}.",
                 hint="it counts the tokens from the key to the query.",
             )
-        if self.method not in _METHODS:
-            raise unknown("method", self.method, _METHODS)
+        check_choice("method", self.method, _METHODS)
         lengths = sorted({process.tokens for process in (self.assumed, *self.processes.values())})
         if len(lengths) > 1:
             raise ConfigError(
@@ -507,8 +506,7 @@ def settings_of(settings: AuditConfig | None, keywords: AuditKeywords) -> AuditC
     """The settings, with the fields that keywords name; None stands for the default."""
     known = AuditConfig.__dataclass_fields__
     for name in keywords:
-        if name not in known:
-            raise unknown("setting", name, known)
+        check_choice("setting", name, known)
     given = {name: value for name, value in keywords.items() if value is not None}
     return replace(settings or AuditConfig(), **given)  # type: ignore[arg-type]
 

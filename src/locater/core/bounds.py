@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from locater.core.form import QKForm
-from locater.errors import InputError, unknown
+from locater.errors import InputError, check_choice, unknown
 
 EntropyVariant = Literal["exact", "as_printed"]
 BoundsVariant = Literal["valid", "as_printed"]
@@ -85,8 +85,7 @@ def collapse_bounds(
     >>> [bound.equation for bound in printed if not bool(bound.holds)]
     ['7a', '7c']
     """
-    if variant not in get_args(BoundsVariant):
-        raise unknown("variant", variant, get_args(BoundsVariant))
+    check_choice("variant", variant, get_args(BoundsVariant))
     model, rank = form.query.shape[-1], form.rank
     plain, spectrum = form.spectrum(), form.spectrum(covariance)
     sigma = torch.eye(model, dtype=torch.float64) if covariance is None else covariance.double()

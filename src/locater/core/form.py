@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Complex, Float
 from torch import Tensor
 
-from locater.errors import ConfigError, InputError, unknown
+from locater.errors import ConfigError, InputError, check_choice
 
 Layout = Literal["half", "interleaved"]
 
@@ -36,8 +36,7 @@ class Rotary:
     layout: Layout = "half"
 
     def __post_init__(self) -> None:
-        if self.layout not in get_args(Layout):
-            raise unknown("rotary layout", self.layout, get_args(Layout))
+        check_choice("rotary layout", self.layout, get_args(Layout))
         if not bool(torch.isfinite(self.frequencies).all()):
             raise InputError(
                 "rotary frequencies hold NaN or infinite values.",

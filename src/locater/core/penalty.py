@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater.core.form import Spectrum
-from locater.errors import ConfigError, InputError, unknown
+from locater.errors import ConfigError, InputError, check_choice
 
 Reduce = Literal["sum", "mean"]
 TargetUnit = Literal["trace", "temperature"]
@@ -50,8 +50,7 @@ class LocAteRConfig:
         if not math.isfinite(self.target):
             raise ConfigError(f"target must be finite, got {self.target}.", hint="the paper has 1.")
         for name, choices in (("target_unit", TargetUnit), ("reduce", Reduce)):
-            if getattr(self, name) not in get_args(choices):
-                raise unknown(name, getattr(self, name), get_args(choices))
+            check_choice(name, getattr(self, name), get_args(choices))
 
     def target_trace(self, temperature: float) -> float:
         """The trace to hold, for a head with this λ."""

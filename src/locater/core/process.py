@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater.core.form import check_covariance, semidefinite_root
-from locater.errors import ConfigError, InputError, unknown
+from locater.errors import ConfigError, InputError, check_choice
 
 Fit = Literal["least_squares", "traces"]
 ProcessName = Literal["unit-walk", "random-walk", "autoregressive", "independent"]
@@ -153,8 +153,7 @@ class TokenProcess:
         >>> TokenProcess.named("unit-walk", 3).kernel.diagonal()
         tensor([0.5000, 1.0000, 1.5000], dtype=torch.float64)
         """
-        if name not in get_args(ProcessName):
-            raise unknown("process", name, get_args(ProcessName))
+        check_choice("process", name, get_args(ProcessName))
         if tokens < 2:
             raise ConfigError(
                 f"a process needs at least 2 tokens, got {tokens}.",
@@ -246,8 +245,7 @@ class TokenProcess:
         freedom = len(samples) - 1 if centered else len(samples)
         if not bool(spread.any()):
             raise InputError("all samples are equal.", hint="there is no covariance to estimate.")
-        if fit not in get_args(Fit):
-            raise unknown("fit", fit, get_args(Fit))
+        check_choice("fit", fit, get_args(Fit))
         rounds = rounds if fit == "least_squares" else 0
         kernel, sigma = _kronecker(spread, covariance, freedom, rounds)
         explained = _explained(spread, kernel, sigma, freedom)

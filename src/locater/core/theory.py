@@ -17,7 +17,7 @@ from torch import Tensor
 from locater.core.form import QKForm
 from locater.core.process import TokenProcess
 from locater.core.score import HeadMoments, LogitDraws, normal_between, symmetric_rho
-from locater.errors import ConfigError, InputError, unknown
+from locater.errors import ConfigError, InputError, check_choice
 
 Source = Literal["theory", "simulated", "measured"]
 ON = 0.5
@@ -154,7 +154,7 @@ def logit_variance(
     >>> logit_variance(torch.tensor(0.5)).item() * 12
     1.0...
     """
-    _check_choice("lemma1", lemma1, get_args(Lemma1))
+    check_choice("lemma1", lemma1, get_args(Lemma1))
     if lemma1 == "as_printed":
         return 2 * theta**2 + 7 / 12
     step = 1 / tokens
@@ -271,7 +271,7 @@ def propagation(
     >>> propagation(form, TokenProcess.random_walk(8)).rho[[0, 4, 7]]
     tensor([0.4389, 0.8110, 0.8096], dtype=torch.float64)
     """
-    _check_choice("method", method, get_args(Method))
+    check_choice("method", method, get_args(Method))
     extras = (process.mean, form.query_bias, form.rotary, form.distance_bias)
     if method == "as_printed":
         spectrum = form.spectrum(process.covariance)
@@ -315,7 +315,7 @@ def predicted_attention(
     >>> predicted_attention(form, TokenProcess.random_walk(4)).entropy
     tensor(1.3863, dtype=torch.float64)
     """
-    _check_choice("law", law, get_args(LogitLaw))
+    check_choice("law", law, get_args(LogitLaw))
     if draws < 2:
         raise ConfigError(f"draws must be 2 or more, got {draws}.", hint="2000 is usual.")
     if generator is None:
@@ -404,8 +404,3 @@ def regime_of(profile: Profile, r: Float[Tensor, "*heads"]) -> Regime:
     index[count == tokens] = REGIMES.index("uniform")
     index[profile.peak < VANISHING] = REGIMES.index("vanishing")
     return Regime(r, index, count, first, last, profile)
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise unknown(name, value, choices)

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from locater.errors import ConfigError, InputError, LocaterError, guarded, needing, unknown
+from locater.errors import ConfigError, InputError, LocaterError, check_choice, guarded, needing
 from locater.files import packaged
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -46,8 +46,7 @@ def load_model(
         ) from error
     with needing("transformers", extra="hf"):
         import transformers
-    if dtype not in get_args(Dtype):
-        raise unknown("dtype", dtype, get_args(Dtype))
+    check_choice("dtype", dtype, get_args(Dtype))
     kind = getattr(torch, dtype)
     source = packaged(source)
     path = Path(source).expanduser()

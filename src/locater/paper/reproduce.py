@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from locater.engines import one_thread
-from locater.errors import ConfigError, unknown
+from locater.errors import ConfigError, check_choice
 from locater.files import keep, kept, write_file
 from locater.paper.claims import summary_line, verdict_markdown, verdict_section
 from locater.paper.lab.run import source_commit
@@ -52,8 +52,7 @@ class ReproduceConfig:
 
     def __post_init__(self) -> None:
         for part in self.parts:
-            if part not in PARTS:
-                raise unknown("part", part, PARTS)
+            check_choice("part", part, PARTS)
         for path, hint in (
             (self.data, "--data is a folder or file of text."),
             (self.results, "--results is a folder of runs that `locater sweep --results` wrote."),

@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrize
 
 from locater.control.stabilizers import LargestLogits, UnitNorm
-from locater.errors import ConfigError, InputError, unknown
+from locater.errors import ConfigError, InputError, at_least, check_choice
 from locater.models.live import find_attention
 from locater.paper.lab.loss import linear_cross_entropy
 
@@ -80,15 +80,9 @@ class Shape:
 
     def __post_init__(self) -> None:
         for name, words in _choices(type(self)).items():  # type: ignore[arg-type]
-            if getattr(self, name) not in words:
-                raise unknown(name, getattr(self, name), words)
-        for name, least in (("layers", 1), ("dim", 4), ("heads", 1), ("kv_heads", 1), ("ffn", 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(
-                    f"{name} must be at least {least}, got {value}.",
-                    hint="the paper has dim 32 or 128, 1, 3 or 6 layers, one head.",
-                )
+            check_choice(name, getattr(self, name), words)
+        least = {"layers": 1, "dim": 4, "heads": 1, "kv_heads": 1, "ffn": 1}
+        at_least(self, least, hint="the paper has dim 32 or 128, 1, 3 or 6 layers, one head.")
         shared = self.kv_heads or self.heads
         if self.dim % self.heads or self.heads % shared:
             raise ConfigError(
@@ -385,8 +379,7 @@ def apply_stabilizer(
     - `qk-weight-decay`: queries and keys alone decay by `learning_rate` · `decay` a step.
     """
     attentions = [module for module in model.modules() if isinstance(module, Attention)]
-    if name not in STABILIZERS:
-        raise unknown("stabilizer", name, STABILIZERS)
+    check_choice("stabilizer", name, STABILIZERS)
     if name != "none" and not attentions:
         raise InputError(
             f"{type(model).__name__} has no attention of the laboratory's.",

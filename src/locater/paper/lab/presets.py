@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from locater.errors import ConfigError, unknown
+from locater.errors import ConfigError, check_choice
 from locater.paper.lab.settings import TrainConfig
 
 Reading = Literal["printed", "swapped", "printed-sum-normalized", "swapped-sum-normalized"]
@@ -107,8 +107,7 @@ def with_locater(config: TrainConfig, reading: Reading, kappa: float) -> TrainCo
     describe.  `sum-normalized` divides both by the 64 × 64 tokens of the paper's batch, as adding
     them to fairseq's summed loss does; with a smaller batch the effective strength stays that.
     """
-    if reading not in READINGS:
-        raise unknown("reading", reading, READINGS)
+    check_choice("reading", reading, READINGS)
     is_sum = reading.endswith("sum-normalized")
     share = config.batch * config.tokens / _PAPER_TOKENS if is_sum else 1.0
     scale, mean = (100.0, kappa) if reading.startswith("printed") else (kappa, 100.0)
@@ -249,8 +248,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 def with_method(config: TrainConfig, method: str) -> TrainConfig:
     """The settings with one method of `METHODS`."""
-    if method not in METHODS:
-        raise unknown("method", method, METHODS)
+    check_choice("method", method, METHODS)
     changes = dict(METHODS[method])
     reading = changes.pop("reading", None)
     return replace(with_locater(config, reading, 1.0) if reading else config, **changes)
@@ -442,13 +440,11 @@ PRESETS: dict[str, TrainConfig] = {
 
 def sweep_named(name: str) -> Sweep:
     """A sweep by its name."""
-    if name not in SWEEPS:
-        raise unknown("sweep", name, SWEEPS)
+    check_choice("sweep", name, SWEEPS)
     return SWEEPS[name]
 
 
 def preset_named(name: str) -> TrainConfig:
     """A single run's settings by their name."""
-    if name not in PRESETS:
-        raise unknown("preset", name, PRESETS)
+    check_choice("preset", name, PRESETS)
     return PRESETS[name]

@@ -10,7 +10,7 @@ from hashlib import blake2b
 from typing import Any, Literal
 
 from locater.core.penalty import LocAteRConfig, TargetUnit
-from locater.errors import ConfigError
+from locater.errors import ConfigError, at_least
 from locater.paper.lab.model import Shape, Stabilizer
 
 Normalization = Literal["mean", "sum"]
@@ -79,14 +79,9 @@ class TrainConfig(Shape):
 
     def __post_init__(self) -> None:
         Shape.__post_init__(self)
-        for name, least in (("tokens", 2), ("batch", 1),
-                            ("steps", 1), ("measure_every", 1), ("predict_every", 1),
-                            ("evaluations", 1), ("patience", 0)):  # fmt: skip
-            if getattr(self, name) < least:
-                raise ConfigError(
-                    f"{name} must be at least {least}, got {getattr(self, name)}.",
-                    hint="the paper's settings are the defaults.",
-                )
+        least = {"tokens": 2, "batch": 1, "steps": 1, "measure_every": 1, "predict_every": 1,
+                 "evaluations": 1, "patience": 0}  # fmt: skip
+        at_least(self, least, hint="the paper's settings are the defaults.")
         if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
             raise ConfigError(
                 f"learning_rate must be positive, got {self.learning_rate}.",
