@@ -11,10 +11,16 @@ the runs were made.
 from __future__ import annotations
 
 import argparse
+import gzip
+import json
 import math
 import time
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -22,7 +28,7 @@ import torch
 from locater.control.stabilizers import stabilize
 from locater.core.theory import predicted_attention
 from locater.engines import one_thread
-from locater.files import keep, kept
+from locater.files import keep, kept, write_file
 from locater.models.live import find_attention
 from locater.paper.lab.batches import Material, load_material
 from locater.paper.lab.model import Transformer
@@ -30,6 +36,7 @@ from locater.paper.lab.presets import base, modern
 from locater.paper.lab.settings import TrainConfig
 from locater.paper.lab.train import seed_dropout
 from locater.probe.probe import Probe
+from locater.report.tables import markdown_table, update_page
 
 STEPS, EVERY = 500, 20
 TEXT: dict[str, Any] = {
@@ -174,23 +181,271 @@ def rounded(value: float) -> float | int | None:
     return float(f"{value:.4g}") if math.isfinite(value) else None
 
 
+def _path(store: Path, setting: tuple[Any, ...]) -> Path:
+    return store / f"{'-'.join(str(part).replace(' ', '') for part in setting)}.json"
+
+
 def run(store: Path) -> None:
     """Make what is missing; one run is one file."""
     every = plan()
     with one_thread():
         for place, setting in enumerate(every):
-            path = store / f"{'-'.join(str(part).replace(' ', '') for part in setting)}.json"
+            path = _path(store, setting)
             if kept(path, dict, print) is None:
                 keep(path, train(*setting))
                 print(f"{place + 1} of {len(every)}: {path.stem}", flush=True)
 
 
+# Scoring: every rule here stands in docs/alarms.md, which is older than the runs
+
+TAIL, STUCK, ROSE, PRICE, SHARP = 5, 1.0, 0.3, 0.1, 0.25
+LEAD, FALSE = 100, 0.01
+SIGNALS: dict[str, Callable[[list[Record], int], float]] = {
+    "entropy": lambda m, t: 1 - m[t]["entropy"],
+    "slope": lambda m, t: m[max(0, t - 3)]["entropy"] - m[t]["entropy"],
+    "logit": lambda m, t: math.log10(max(m[t]["logit"], 1e-9)),
+    "predicted": lambda m, t: 1 - m[t]["predicted"],
+    "trace": lambda m, t: m[t]["trace"],
+    "eta": lambda m, t: m[t]["eta"],
+    "energy": lambda m, t: m[t]["energy"],
+    "gradient": lambda m, t: (
+        m[t]["gradient"] / median(one["gradient"] for one in m[1:t]) if t > 1 else 1.0
+    ),
+    "loss": lambda m, t: m[t]["loss"] - min(one["loss"] for one in m[: t + 1]),
+    "residual": lambda m, t: -math.log10(max(m[t]["residual"], 1e-9)),
+    "rank": lambda m, t: -m[t]["rank"],
+}
+ATTENTION = ("entropy", "slope", "logit", "predicted", "trace", "eta", "energy")
+TOKENS = ("residual", "rank")
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A run with what became of it, and every signal at every measurement that has numbers."""
+
+    run: Record
+    kind: str
+    """healthy, failed or sharp."""
+    harm: int
+    """The step at which the harm begins; after the last, for healthy runs."""
+    signals: dict[str, list[tuple[int, float]]]
+
+    @property
+    def is_healthy(self) -> bool:
+        return self.kind == "healthy"
+
+    def score(self, signal: str, before: int = 0) -> float:
+        """The largest value that was measured before the harm, by so many steps at least."""
+        until = self.harm - max(before, 1)
+        values = [value for step, value in self.signals[signal] if step <= until]
+        return max(values, default=self.signals[signal][0][1])
+
+    def first(self, signal: str, limit: float) -> int | None:
+        """The first step at which the signal reaches a limit."""
+        return next((step for step, value in self.signals[signal] if value >= limit), None)
+
+
+def judged(runs: list[Record]) -> list[Scored]:
+    """What became of every run, against the median of its group."""
+    groups: dict[Any, list[Record]] = {}
+    for one in runs:
+        half = one["seed"] in CHOOSING
+        groups.setdefault((one["shape"], one["schedule"], half), []).append(one)
+    return [_judged(one, group) for group in groups.values() for one in group]
+
+
+def _losses(run: Record) -> list[float]:
+    known = [math.inf if one["loss"] is None else one["loss"] for one in run["measured"]]
+    return known + [math.inf] * (STEPS // EVERY + 1 - len(known))
+
+
+def _judged(run: Record, group: list[Record]) -> Scored:
+    losses = _losses(run)
+    middle = [median(at) for at in zip(*map(_losses, group), strict=True)]
+    above = [a - b for a, b in zip(losses, middle, strict=True)]
+    worse = fmean(above[-TAIL:])
+    rose = fmean(losses[-TAIL:]) - min(losses)
+    measured = [one for one in run["measured"] if one["loss"] is not None]
+    is_sharp = min(one["entropy"] for one in measured) < SHARP
+    kind = "healthy"
+    if not worse <= STUCK or not rose <= ROSE:
+        kind = "failed"
+    elif is_sharp and worse > PRICE:
+        kind = "sharp"
+    harm = STEPS + EVERY if kind == "healthy" else _harm(losses, above)
+    signals = {
+        name: [(one["step"], signal(measured, t)) for t, one in enumerate(measured)]
+        for name, signal in SIGNALS.items()
+    }
+    return Scored(run, kind, harm, signals)
+
+
+def _harm(losses: list[float], above: list[float]) -> int:
+    good = [place for place, gap in enumerate(above) if gap <= PRICE]
+    if not good or good[-1] < len(above) - 1:
+        return EVERY * (good[-1] + 1 if good else 0)
+    lows = list(accumulate(losses, min))
+    risen = [place for place, loss in enumerate(losses) if loss > lows[place] + ROSE]
+    return EVERY * (risen[0] if risen else len(above) - 1)
+
+
+def auroc(signal: str, runs: list[Scored], before: int = 0) -> float:
+    """How often a collapsed run scores above a healthy one; ties are half."""
+    low = [one.score(signal) for one in runs if one.is_healthy]
+    high = [one.score(signal, before) for one in _collapsed(runs, before)]
+    if not low or not high:
+        return math.nan
+    wins = sum((a > b) + (a == b) / 2 for a in high for b in low)
+    return wins / (len(low) * len(high))
+
+
+def _collapsed(runs: list[Scored], before: int = 0) -> list[Scored]:
+    least = before + EVERY if before else 0
+    return [one for one in runs if not one.is_healthy and one.harm >= least]
+
+
+def interval(signal: str, runs: list[Scored], draws: int = 400) -> tuple[float, float]:
+    """The bootstrap's 95 % of an AUROC."""
+    generator = torch.Generator().manual_seed(0)
+    values = []
+    for _ in range(draws):
+        places = torch.randint(len(runs), (len(runs),), generator=generator).tolist()
+        values.append(auroc(signal, [runs[place] for place in places]))
+    known = sorted(value for value in values if not math.isnan(value))
+    return known[round(0.025 * (len(known) - 1))], known[round(0.975 * (len(known) - 1))]
+
+
+def limit_of(signal: str, runs: list[Scored]) -> float:
+    """The lowest limit at which at most 1 % of the healthy runs ever ring."""
+    scores = sorted((one.score(signal) for one in runs if one.is_healthy), reverse=True)
+    return math.nextafter(scores[math.floor(FALSE * len(scores))], math.inf)
+
+
+def performance(limits: dict[str, float], runs: list[Scored]) -> Record:
+    """Caught, lead and false alarms of limits, any of which may ring."""
+    firsts: list[tuple[Scored, int | None]] = []
+    for one in runs:
+        rings = [one.first(name, limit) for name, limit in limits.items()]
+        firsts.append((one, min((step for step in rings if step is not None), default=None)))
+    collapsed = [(one.harm, first) for one, first in firsts if not one.is_healthy]
+    leads = sorted(harm - first for harm, first in collapsed if first is not None and first < harm)
+    late = sum(first is not None and first >= harm for harm, first in collapsed)
+    healthy = [first for one, first in firsts if one.is_healthy]
+    false = sum(first is not None for first in healthy)
+    return {
+        "collapsed": len(collapsed), "caught": len(leads), "late": late,
+        "lead": median(leads) if leads else None,
+        "early": sum(lead >= LEAD for lead in leads),
+        "healthy": len(healthy), "false": false, "range": clopper_pearson(false, len(healthy)),
+    }  # fmt: skip
+
+
+def clopper_pearson(count: int, total: int) -> tuple[float, float]:
+    """The 95 % interval of a share."""
+    from scipy import stats
+
+    low = stats.beta.ppf(0.025, count, total - count + 1) if count else 0.0
+    high = stats.beta.ppf(0.975, count + 1, total - count) if count < total else 1.0
+    return float(low), float(high)
+
+
+def scores(runs: list[Record]) -> dict[str, Record]:
+    """Every signal, chosen on one half and judged on the other; the pair of winners besides."""
+    every = judged(runs)
+    choose = [one for one in every if one.run["seed"] in CHOOSING]
+    judge = [one for one in every if one.run["seed"] in JUDGING]
+    found: dict[str, Record] = {}
+    for name in SIGNALS:
+        limit = limit_of(name, choose)
+        found[name] = {
+            "limits": {name: limit}, "chosen": auroc(name, choose), "auroc": auroc(name, judge),
+            "interval": interval(name, judge), "before": auroc(name, judge, LEAD),
+            **performance({name: limit}, judge),
+        }  # fmt: skip
+    pair = [max(names, key=lambda name: found[name]["chosen"]) for names in (ATTENTION, TOKENS)]
+    limits = {name: limit_of(name, choose) for name in pair}
+    found[" or ".join(pair)] = {"limits": limits, **performance(limits, judge)}
+    return found
+
+
+# What is published
+
+
+def load(path: Path) -> list[Record]:
+    """The published runs."""
+    with gzip.open(path / "runs.jsonl.gz", "rt", encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def publish(store: Path, out: Path) -> Path:
+    """Whole seeds alone, one line a run, the same bytes from the same runs."""
+    found = [kept(_path(store, setting), dict, print) for setting in plan()]
+    runs = [one for one in found if one is not None]
+    size = len(plan()) // len({setting[-1] for setting in plan()})
+    counts = Counter(one["seed"] for one in runs)
+    lines = [json.dumps(one) for one in runs if counts[one["seed"]] == size]
+    packed = gzip.compress("".join(f"{line}\n" for line in lines).encode(), 9, mtime=0)
+    return write_file(out / "runs.jsonl.gz", packed)
+
+
+def table(runs: list[Record], name: str) -> str:
+    """A table of docs/alarms.md, by its mark."""
+    return {"signals": _signals, "runs": _kinds}[name](runs) + "\n"
+
+
+def _signals(runs: list[Record]) -> str:
+    found = scores(runs)
+    order = sorted(found, key=lambda name: -found[name].get("auroc", 2))
+    return markdown_table([found[name] | {"name": name} for name in order], {
+        "signal": "name",
+        "AUROC": lambda row: _share(row.get("auroc")),
+        "95 %": lambda row: "-".join(map(_share, row["interval"])) if "interval" in row else "-",
+        "100 steps before": lambda row: _share(row.get("before")),
+        "limit": lambda row: ", ".join(f"{value:.3g}" for value in row["limits"].values()),
+        "caught": lambda row: f"{row['caught']} of {row['collapsed']}",
+        "100 steps ahead": "early",
+        "lead": "lead:.0f",
+        "after the harm": "late",
+        "false alarms per 1,000": _false,
+    })  # fmt: skip
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None or math.isnan(value) else f"{value:.3f}".lstrip("0")
+
+
+def _false(row: Record) -> str:
+    low, high = (1000 * end for end in row["range"])
+    return f"{1000 * row['false'] / row['healthy']:.0f} ({low:.0f}-{high:.0f})"
+
+
+def _kinds(runs: list[Record]) -> str:
+    every = judged(runs)
+    rows = []
+    for shape in SHAPES:
+        for half, seeds in (("choosing", CHOOSING), ("judging", JUDGING)):
+            mine = [one for one in every if one.run["shape"] == shape and one.run["seed"] in seeds]
+            count = Counter(one.kind for one in mine)
+            harms = [one.harm for one in mine if not one.is_healthy]
+            middle = f"{median(harms):.0f}" if harms else "-"
+            rows.append((shape, half, count["healthy"], count["failed"], count["sharp"], middle))
+    columns = ["shape", "half", "healthy", "failed (a)", "sharp at a price (b)", "harm begins at"]
+    return markdown_table(rows, columns)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("job", choices=("run",))
+    parser.add_argument("job", choices=("run", "publish", "tables"))
     parser.add_argument("--store", type=Path, default=Path("out/alarms"))
+    parser.add_argument("--results", type=Path, default=Path("results/alarms"))
     given = parser.parse_args()
-    run(given.store)
+    if given.job == "run":
+        run(given.store)
+    elif given.job == "publish":
+        print(publish(given.store, given.results))
+    else:
+        runs = load(given.results)
+        print(update_page(Path("docs/alarms.md"), lambda name: table(runs, name)))
 
 
 if __name__ == "__main__":
