@@ -2,7 +2,7 @@
 
 python benchmarks/study_alarms.py run             # 300 tiny trainings into out/alarms, resumable
 python benchmarks/study_alarms.py publish         # from there to results/alarms/runs.jsonl.gz
-python benchmarks/study_alarms.py tables          # docs/alarms.md from results/alarms
+python benchmarks/study_alarms.py tables          # docs/alarms.md and docs/probe.md from there
 
 What a collapse is, and how signals are scored, stands in docs/alarms.md and was written down before
 the runs were made.
@@ -368,6 +368,21 @@ def scores(runs: list[Record]) -> dict[str, Record]:
     return found
 
 
+RULES = {"entropy": ("entropy", 1 - 0.1), "logits": ("logit", 2.0), "rank": ("residual", 1.0)}
+"""What `AlarmRules` rings at: a tenth of the entropy, a logit of 100, a residual of a tenth."""
+
+
+def rules(runs: list[Record]) -> dict[str, tuple[int, ...]]:
+    """Runs that collapsed in which a rule rang before the harm, ever, of how many; and healthy."""
+    every, found = judged(runs), {}
+    for rule, (signal, limit) in RULES.items():
+        counts = performance({signal: limit}, every)
+        rang = counts["caught"] + counts["late"]
+        rest = (counts["collapsed"], counts["false"], counts["healthy"])
+        found[rule] = (counts["caught"], rang, *rest)
+    return found
+
+
 # What is published
 
 
@@ -390,7 +405,7 @@ def publish(store: Path, out: Path) -> Path:
 
 def table(runs: list[Record], name: str) -> str:
     """A table of docs/alarms.md, by its mark."""
-    return {"signals": _signals, "runs": _kinds}[name](runs) + "\n"
+    return {"signals": _signals, "runs": _kinds, "rules": _rules, "ever": _ever}[name](runs) + "\n"
 
 
 def _signals(runs: list[Record]) -> str:
@@ -408,6 +423,24 @@ def _signals(runs: list[Record]) -> str:
         "after the harm": "late",
         "false alarms per 1,000": _false,
     })  # fmt: skip
+
+
+def _rules(runs: list[Record]) -> str:
+    rows = [
+        (rule, f"{rang} of {bad}", f"{before} of {bad}", f"{false} of {good}")
+        for rule, (before, rang, bad, false, good) in rules(runs).items()
+    ]
+    columns = ["rule", "rang in runs that collapsed", "before the harm", "rang in healthy runs"]
+    return markdown_table(rows, columns)
+
+
+def _ever(runs: list[Record]) -> str:
+    """Not written down before: signals that may look at the whole run, and runs without help."""
+    late = [replace(one, harm=STEPS + EVERY) for one in judged(runs)]
+    bare = [one for one in late if one.run["method"] == "none"]
+    rows = [(name, _share(auroc(name, late)), _share(auroc(name, bare))) for name in SIGNALS]
+    rows.sort(key=lambda row: row[1], reverse=True)
+    return markdown_table(rows, ["signal", "AUROC, all runs", "AUROC, runs without any method"])
 
 
 def _share(value: float | None) -> str:
@@ -445,7 +478,9 @@ def main() -> None:
         print(publish(given.store, given.results))
     else:
         runs = load(given.results)
-        print(update_page(Path("docs/alarms.md"), lambda name: table(runs, name)))
+        for page in ("docs/alarms.md", "docs/probe.md"):
+            print(update_page(Path(page), lambda name: table(runs, name)))
+        print(f"STUDY of locater.probe.alarms is to be {rules(runs)}")
 
 
 if __name__ == "__main__":

@@ -4,11 +4,14 @@ import importlib.util
 import re
 import shlex
 import shutil
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from locater import cli
+from locater.probe.alarms import STUDY
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -62,19 +65,39 @@ def test_every_picture_is_shown_somewhere() -> None:
     assert shown == {path.resolve() for path in (ROOT / "docs" / "images").iterdir()}
 
 
-def test_tables_of_theory_against_reality_are_those_of_the_studies() -> None:
-    path = ROOT / "benchmarks" / "draw_reality.py"
-    spec = importlib.util.spec_from_file_location("draw_reality", path)
+def benchmark(name: str) -> Any:
+    """A script of benchmarks/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
     assert spec is not None and spec.loader is not None
-    draw = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(draw)
+    made = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look there
+    spec.loader.exec_module(made)
+    return made
+
+
+def tables(page: str) -> list[tuple[str, str]]:
+    """Every table between marks, by its name."""
+    text = (ROOT / "docs" / page).read_text()
+    return re.findall(r"<!-- results: (\S+) -->\n(.*?)<!-- end -->", text, re.DOTALL)
+
+
+def test_tables_of_theory_against_reality_are_those_of_the_studies() -> None:
+    draw = benchmark("draw_reality")
     studies = draw.load(ROOT / "results" / "reality")
-    text = (ROOT / "docs" / "theory-vs-reality.md").read_text()
-    marks = re.findall(r"<!-- results: (\S+) -->\n(.*?)<!-- end -->", text, re.DOTALL)
+    marks = tables("theory-vs-reality.md")
     assert len(marks) > 10
     for name, table in marks:
         # to mend it: python benchmarks/draw_reality.py results/reality docs/theory-vs-reality.md
         assert table == draw.table(studies, name), name
+
+
+def test_alarms_and_their_tables_say_what_the_study_found() -> None:
+    study = benchmark("study_alarms")
+    runs = study.load(ROOT / "results" / "alarms")
+    marks = [*tables("alarms.md"), *tables("probe.md")]
+    assert {name for name, _ in marks} == {"runs", "signals", "rules", "ever"}
+    for name, table in marks:
+        assert table == study.table(runs, name), name  # python benchmarks/study_alarms.py tables
+    assert study.rules(runs) == STUDY
 
 
 def test_every_command_is_documented() -> None:

@@ -1,4 +1,4 @@
-"""Under DDP on two gloo processes every stabilizer trains as one process does."""
+"""On two gloo processes stabilizers train as one process does: all under DDP, some in FSDP2."""
 
 import json
 from pathlib import Path
@@ -22,3 +22,10 @@ def results(on_two_processes: Path) -> dict[str, list[float]]:
 def test_two_processes_train_as_one(method: str, results: dict[str, list[float]]) -> None:
     assert max(results[method]) < FLOAT32
     assert min(results[f"{method} moved"]) > 1e-4 or method in IDLE
+
+
+@pytest.mark.parametrize("method", ["locater", "qk-norm", "soft-cap", "z-loss", "entropy-floor"])
+def test_parameters_in_shards_train_as_whole_ones(
+    method: str, results: dict[str, list[float]]
+) -> None:
+    assert max(results[f"{method} sharded"]) < FLOAT32

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from locater import Alarm, AlarmRules
 from locater.core.theory import attention_entropy
-from locater.probe.alarms import AlarmBook, Measured
+from locater.probe.alarms import STUDY, AlarmBook, Measured
 from locater.probe.rows import SoftmaxInput, TokenRank, tally
 from locater.probe.watch import Place
 
@@ -106,6 +106,16 @@ def test_a_rule_fires_again_only_after_its_numbers_were_fine() -> None:
     loud, fine = heads(with_largest(1.0, 300.0)), heads(with_largest(1.0, 2.0))
     alarms = rung(AlarmRules(entropy_share=0.0), fine, loud, loud, fine, loud, loud)
     assert [alarm.forward for alarm in alarms] == [2, 5]
+
+
+def test_a_message_says_how_often_its_rule_was_right_where_that_was_tried() -> None:
+    loud = heads(with_largest(1.0, 300.0))
+    (told,) = rung(AlarmRules(), loud)
+    before, ever, harmed, false, healthy = STUDY["logits"]
+    said = f"rang in {ever} of {harmed} whose loss was harmed, in {before} before that"
+    assert said in told.message and f"in {false} of {healthy} healthy ones" in told.message
+    (other,) = rung(AlarmRules(logit_limit=99.0), loud)
+    assert "docs/alarms.md" not in other.message
 
 
 @pytest.mark.parametrize("name", ["entropy_share", "logit_limit", "logit_ratio", "residual"])

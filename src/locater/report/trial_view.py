@@ -47,7 +47,8 @@ def trial_chart(trial: Trial, *, title: str = "") -> Any:
         for one in trial.runs
     ]
     base = alt.Chart(alt.Data(values=records), width=380, height=280)
-    names = list(trial.config.methods)
+    names, rates = list(trial.config.methods), list(trial.config.learning_rates)
+    log = alt.Scale(type="log", nice=False)
     panels = []
     for field, words in (
         ("loss", "held-out loss in nats (diverged: as at the start)"),
@@ -55,8 +56,8 @@ def trial_chart(trial: Trial, *, title: str = "") -> Any:
     ):
         axis = alt.Y(f"mean({field}):Q", title=words, scale=alt.Scale(zero=field == "entropy"))
         shown = base.encode(
-            x=alt.X("rate:Q", title="learning rate", scale=alt.Scale(type="log")),
-            **told_apart("method", names),
+            x=alt.X("rate:Q", title="learning rate", scale=log, axis=alt.Axis(values=rates)),
+            **told_apart("method", names, symbolOpacity=1),
         )
         points = shown.mark_point(filled=True, size=30, opacity=0.7).encode(
             y=alt.Y(f"{field}:Q", title=words),
