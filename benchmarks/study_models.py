@@ -2,6 +2,7 @@
 
 python benchmarks/study_models.py MODEL TEXT --name minilm [--special] [--lengths 128 256 512] \\
     [--others code=code.txt german=german.txt] [--layers REGEX]
+python benchmarks/study_models.py --page docs/real-models.md
 Moments and copied counts come from the first half of the blocks, the truth from the second.  Errors
 are given without what counting blocks adds to them: √(gap² − standard error²), zero at least.
 """
@@ -22,16 +23,24 @@ from locater.errors import LocaterError
 from locater.files import write_file
 from locater.models.loading import load_model, read_text, text_blocks
 from locater.reality.against_theory import RealityConfig, against_theory
+from locater.reality.predictions import COLUMNS as TITLES
+from locater.report.tables import markdown_table, update_page
 
 COLUMNS = ("printed", "means", "rotary", "full", "given_query", "clusters", "copy")
 Rows = list[dict[str, Any]]
+RESULTS = Path(__file__).parents[1] / "results/reality/models"
+MODELS = ("minilm", "smollm2", "rxnfp", "rxnfp-tuned", "antiberty", "rxnmapper")
+"""In the order of the page."""
+ASKED = {"last": "the last query", "middle": "a middle query", "first": "the opening token",
+         "closing": "a closing token"}  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model")
-    parser.add_argument("text")
-    parser.add_argument("--name", required=True)
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("text", nargs="?")
+    parser.add_argument("--name")
+    parser.add_argument("--page", type=Path)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--blocks", type=int, default=800)
     parser.add_argument("--side-blocks", type=int, default=200)
@@ -39,8 +48,12 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="*", default=[])
     parser.add_argument("--others", nargs="*", default=[], help="more texts, NAME=FILE")
     parser.add_argument("--layers", default=None, help="of the side studies, as a regex")
-    parser.add_argument("--out", type=Path, default=Path("results/reality/models"))
+    parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
+    if given.page:
+        studies = load(given.out)
+        print("wrote", update_page(given.page, lambda name: table(studies, name)))
+        return
     path = given.out / f"{given.name}.json"
     result: dict[str, Any] = {"model": given.name, "tokens": given.tokens, "items": {}}
     if path.exists():
@@ -166,6 +179,54 @@ def _head(row: dict[str, Any]) -> str:
 def mean(values: list[float]) -> float:
     """Rounded to four digits."""
     return round(sum(values) / len(values), 4)
+
+
+def load(folder: Path) -> dict[str, Any]:
+    """The studies that are there, by name."""
+    return {
+        name: json.loads(path.read_text())
+        for name in MODELS
+        if (path := folder / f"{name}.json").exists()
+    }
+
+
+def table(studies: dict[str, Any], name: str) -> str:
+    """One of the page's tables: `rho`, `entropy`, or `sides`."""
+    return (sides(studies) if name == "sides" else errors(studies, name)) + "\n"
+
+
+def errors(studies: dict[str, Any], kind: str) -> str:
+    """Mean (median, 90th percentile, worst head) of every prediction and model."""
+    lines = []
+    for name, study in studies.items():
+        item = study["items"]["last"]
+        cells = []
+        for column in COLUMNS:
+            found = item["columns"].get(column, {}).get(kind)
+            words = "{mean:.3f} ({median:.3f}, {p90:.3f}, {worst:.2f} at {worst_head})"
+            cells.append("" if found is None else words.format(**found))
+        lines.append([name, item["heads"], item["blocks"], *cells])
+    return markdown_table(lines, ["model", "heads", "blocks", *(TITLES[one] for one in COLUMNS)])
+
+
+def sides(studies: dict[str, Any]) -> str:
+    """Other queries, texts and lengths: mean errors."""
+    shown = ("means", "rotary", "full", "given_query", "clusters", "copy")
+    lines = []
+    for name, study in studies.items():
+        for asked, item in study["items"].items():
+            if asked == "last" or "columns" not in item:
+                continue
+            what, _, value = asked.partition(":")
+            words = {"text": f"text: {value}", "tokens": f"T = {value}"}.get(what, ASKED.get(what))
+            cells = []
+            for column in shown:
+                found = item["columns"].get(column, {})
+                pair = [found[kind]["mean"] for kind in ("rho", "entropy") if kind in found]
+                cells.append(", ".join(f"{one:.3f}" for one in pair))
+            lines.append([name, words, item["heads"], item["blocks"], *cells])
+    titles = [TITLES[one] for one in shown]
+    return markdown_table(lines, ["model", "asked", "heads", "blocks", *titles])
 
 
 if __name__ == "__main__":

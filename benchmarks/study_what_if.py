@@ -2,6 +2,7 @@
 
 python benchmarks/study_what_if.py MODEL TEXT --name smollm2 --tokens 128 --blocks 400 \\
     --lengths 512 1024 --truth 48 [--yarn 4]
+python benchmarks/study_what_if.py --page docs/what-if.md
 Moments come from short blocks of the first half of the text.  The truth is the model itself, run on
 blocks of the other length from the second half (with --yarn, with its positions changed).
 Baselines: the short entropy copied, plus ln of the ratio of the lengths, in proportion to ln T.
@@ -22,14 +23,18 @@ from locater.files import write_file
 from locater.models.live import find_attention
 from locater.models.loading import load_model, read_text, text_blocks
 from locater.probe.samples import collect
-from locater.reality.what_if import Change, Moments, look, moments, what_if
+from locater.reality.what_if import Change, Moments, change_bar, look, moments, what_if
+from locater.report.tables import markdown_table, update_page
+
+RESULTS = Path(__file__).parents[1] / "results/what-if"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model")
-    parser.add_argument("text")
-    parser.add_argument("--name", required=True)
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("text", nargs="?")
+    parser.add_argument("--name")
+    parser.add_argument("--page", type=Path)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--blocks", type=int, default=400)
     parser.add_argument("--lengths", type=int, nargs="*", default=[512])
@@ -37,8 +42,12 @@ def main() -> None:
     parser.add_argument("--yarn", type=float, default=0.0)
     parser.add_argument("--draws", type=int, default=300)
     parser.add_argument("--layers", default=None)
-    parser.add_argument("--out", type=Path, default=Path("results/what-if"))
+    parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
+    if given.page:
+        studies = load(given.out)
+        print("wrote", update_page(given.page, lambda name: table(studies)))
+        return
     model, tokenizer = load_model(given.model)
     text = read_text(given.text)
     first, second = text[: len(text) // 2], text[len(text) // 2 :]
@@ -147,6 +156,59 @@ def compared(
         ) / len(rows),
     }  # fmt: skip
     return {"summary": summary, "heads": rows}
+
+
+def load(folder: Path) -> dict[str, Any]:
+    """The studies that are there, by the name of their file."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+
+
+def table(studies: dict[str, Any]) -> str:
+    """Mean (90th percentile) errors of entropy and what else was asked, one row for each change."""
+    lines = []
+    for study in studies.values():
+        for name, item in study.items():
+            if not isinstance(item, dict):
+                continue
+            short = study["tokens"]
+            words = f"{short}, other text" if name == "here" else f"{short} → {name}"
+            ratio = 1.0 if name == "here" else float(name.partition(",")[0]) / short
+            changes = moved(item["heads"], study["here"]["heads"])
+            lines.append([study["model"], words, *_cells(item["summary"], changes, ratio)])
+    errors = ["ours", "before + our change", "copy", "+ ln of the ratio", "∝ ln T"]
+    titles = ["model", "tokens", "heads", *errors, "noise of the truth", "correlation of changes",
+              "within the bar", "largest logit within 10 %", "error of the sink"]  # fmt: skip
+    return markdown_table(lines, titles) + "\n"
+
+
+def moved(rows: list[dict[str, Any]], here: list[dict[str, Any]]) -> torch.Tensor:
+    """Changes of entropy, predicted and measured, from the short blocks to these."""
+    return torch.tensor(
+        [
+            [row["ours"]["entropy"] - start["ours"]["entropy"],
+             row["truth"]["entropy"] - row["short"]["entropy"]]
+            for row, start in zip(rows, here, strict=True)
+        ],
+        dtype=torch.float64,
+    )  # fmt: skip
+
+
+def _cells(summary: dict[str, Any], changes: torch.Tensor, ratio: float) -> list[str]:
+    gaps = (changes[:, 0] - changes[:, 1]).abs()
+    anchored = {"mean": gaps.mean().item(), "p90": gaps.quantile(0.9).item()}
+    baselines = [summary[f"entropy_error_{one}"] for one in ("copy", "plus_ln", "in_proportion")]
+    held = [
+        gap <= change_bar(change, ratio)
+        for gap, change in zip(gaps.tolist(), changes[:, 0].tolist(), strict=True)
+    ]
+    found = [summary["entropy_error_ours"], anchored, *baselines]
+    correlation = summary["change_correlation"]
+    return [
+        str(summary["heads"]), *(f"{one['mean']:.2f} ({one['p90']:.2f})" for one in found),
+        f"{summary['entropy_standard_error_of_the_truth']:.2f}",
+        "" if correlation is None else f"{correlation:.2f}", f"{sum(held) / len(held):.2f}",
+        f"{summary['largest_logit_within_10_percent']:.2f}", f"{summary['sink_error']:.3f}",
+    ]  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -252,3 +252,15 @@ def test_the_tables_of_interventions_are_those_of_the_studies() -> None:
     for name, table in marks:
         # to mend it: python benchmarks/study_interventions.py --page docs/interventions.md
         assert table == study.table(studies, name), name
+
+
+def test_the_table_of_what_ifs_is_that_of_the_studies() -> None:
+    root = Path(__file__).parents[2]
+    spec = importlib.util.spec_from_file_location("what", root / "benchmarks/study_what_if.py")
+    assert spec is not None and spec.loader is not None
+    study = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(study)
+    text = (root / "docs" / "what-if.md").read_text()
+    ((_, table),) = re.findall(r"<!-- results: (\S+) -->\n(.*?)<!-- end -->", text, re.DOTALL)
+    # to mend it: python benchmarks/study_what_if.py --page docs/what-if.md
+    assert table == study.table(study.load(study.RESULTS))
