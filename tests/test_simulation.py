@@ -541,7 +541,8 @@ def test_settings_that_make_no_sense_are_refused(
 
 def test_a_preset_that_does_not_exist_is_refused(unchecked: None) -> None:
     with pytest.raises(
-        ConfigError, match=r"unknown preset 'fig6'.\nhint: choose one of: fig5, fig5"
+        ConfigError,
+        match=r"unknown preset 'fig6'.\nhint: did you mean fig5\? choose one of: fig5, fig5",
     ):
         preset("fig6")  # type: ignore[arg-type]
 
