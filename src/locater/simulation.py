@@ -28,6 +28,7 @@ from locater.core.theory import Profile, is_on, propagates, propagation
 from locater.engines import Engine, one_thread, run_units
 from locater.errors import ConfigError, at_least, check_choice
 from locater.files import keep, kept, write_file
+from locater.notebook import Shown
 
 Estimator = Literal["conditional", "count"]
 CovarianceName = Literal["isotropic", "anisotropic"]
@@ -146,12 +147,20 @@ _SOURCES = ("count", "conditional", "exact")
 _SCALARS = ("mean", "scale", "draw", "xi", "eta", "entropy", "entropy_error")
 
 
-@dataclass(frozen=True, eq=False)
-class Simulation:
+@dataclass(frozen=True, eq=False, repr=False)
+class Simulation(Shown):
     """The units of one setting, in their order."""
 
     config: SimulateConfig
     units: list[UnitResult] = field(repr=False)
+
+    _picture = ("line", "scale:Q", "entropy:Q", "mean:N")
+
+    def _line(self) -> str:
+        return f"{len(self.units)} draws"
+
+    def _table(self) -> list[dict[str, Any]]:
+        return self.summary()
 
     def of_pair(self, mean: float, scale: float) -> list[UnitResult]:
         """The draws of one (mean, scale)."""

@@ -28,6 +28,7 @@ from locater.core.form import QKForm
 from locater.engines import one_thread
 from locater.errors import InputError, LocaterError
 from locater.models.layout import AttentionLayout, Skipped
+from locater.notebook import Shown
 
 Report = Callable[[int, int], None]
 TRACKED = ("r", "eta", "xi", "trace", "mean", "variance", "spectral_norm", "entropy",
@@ -57,8 +58,8 @@ class HeadChange:
         return self.distance > 0 or any(self.changes.values())
 
 
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Comparison(Shown):
     """Two audits and their differences, largest distance first."""
 
     before: Audit
@@ -66,6 +67,14 @@ class Comparison:
     rows: tuple[HeadChange, ...]
     skipped: tuple[Skipped, ...] = ()
     """Attentions that only one of the two has, or that could not be read in both."""
+
+    _picture = ("rect", "head:O", "layer:O", "distance:Q")
+
+    def _line(self) -> str:
+        return f"{self.before.name} → {self.after.name}, {len(self.rows)} heads"
+
+    def _table(self) -> list[dict[str, Any]]:
+        return [asdict(row) for row in self.rows]
 
     @property
     def summary(self) -> str:

@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args
 
 from locater.errors import InputError, needing
 from locater.models.layout import Skipped
+from locater.notebook import Shown
 from locater.probe.samples import LARGEST_GAP
 
 Verdict = Literal["collapsed", "uniform", "not judged", "healthy"]
@@ -136,8 +137,8 @@ _ABOUT = ("name", "format", "tokens", "process", "method")
 LIST_COLUMNS = ("eigenvalues_real", "eigenvalues_imag", "singular_values", "rho")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Audit:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Audit(Shown):
     """A table of heads, what it rests on, and everything that could not be read."""
 
     name: str
@@ -157,6 +158,12 @@ class Audit:
     caveats: tuple[str, ...] = ()
     skipped: tuple[Skipped, ...] = field(default=())
     bytes_read: int = 0
+
+    def _line(self) -> str:
+        return f"{self.name}, {len(self.rows)} heads"
+
+    def _table(self) -> list[dict[str, Any]]:
+        return [row.to_dict() for row in self.rows]
 
     def __post_init__(self) -> None:
         """Names come from files: what no text can hold is replaced before anybody writes it."""

@@ -31,6 +31,7 @@ from locater.engines import Engine, run_units
 from locater.errors import ConfigError, InputError, LocaterError, needing, unknown
 from locater.files import held, keep, kept, write_file
 from locater.models.live import find_attention
+from locater.notebook import Shown
 from locater.probe.probe import Probe
 
 HELD_OUT = 64
@@ -161,12 +162,20 @@ class Standing:
     diverged: int
 
 
-@dataclass(frozen=True)
-class Trial:
+@dataclass(frozen=True, repr=False)
+class Trial(Shown):
     """All runs of a trial, and what they say."""
 
     config: TrialConfig
     runs: list[TrialRun]
+
+    _picture = ("line", "learning_rate:Q", "loss:Q", "method:N")
+
+    def _line(self) -> str:
+        return f"{len(self.runs)} runs of {len(self.config.methods)} methods"
+
+    def _table(self) -> list[dict[str, Any]]:
+        return [asdict(one) for one in self.runs]
 
     def at(self, method: str, rate: float) -> list[TrialRun]:
         """The runs of one method at one learning rate, by seed."""

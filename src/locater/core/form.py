@@ -13,6 +13,7 @@ from jaxtyping import Complex, Float
 from torch import Tensor
 
 from locater.errors import ConfigError, InputError, check_choice
+from locater.notebook import Shown
 
 Layout = Literal["half", "interleaved"]
 
@@ -188,8 +189,8 @@ class HeadNorm:
         return replace(self, **moved)
 
 
-@dataclass(frozen=True, eq=False)
-class QKForm:
+@dataclass(frozen=True, eq=False, repr=False)
+class QKForm(Shown):
     """A stack of heads' W_QK = W_Qᵀ W_K (Section 2), kept as the two factors a checkpoint stores.
 
     >>> form = QKForm(torch.eye(2, 3), torch.ones(2, 3), temperature=2.0)
@@ -213,6 +214,16 @@ class QKForm:
     query_norm: HeadNorm | None = None
     key_norm: HeadNorm | None = None
     """Norms between projection and product; their root mean square is in the factors."""
+
+    _picture = ("line", "head:O", "trace:Q", "head:N")
+
+    def _line(self) -> str:
+        size, width = self.query.shape[-2:]
+        heads = self.query.shape[:-2].numel()
+        return f"{heads} heads of {size} × {width}, λ = {self.temperature:.4g}"
+
+    def _table(self) -> list[dict[str, Any]]:
+        return self.spectrum()._table()
 
     def __post_init__(self) -> None:
         shape, heads = tuple(self.query.shape), tuple(self.query.shape[:-2])
@@ -518,8 +529,8 @@ class QKForm:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class Spectrum:
+@dataclass(frozen=True, eq=False, repr=False)
+class Spectrum(Shown):
     """What the eigenvalues of W = W_QK Σ add up to; computed when asked for.
 
     All of it is the spectrum of S = Σ^½ W_QK Σ^½, which has the eigenvalues of W and is symmetric
@@ -532,6 +543,18 @@ class Spectrum:
     temperature: float
     covariance: Float[Tensor, "model model"] | None = None
     is_symmetric: bool = False
+
+    _picture = ("line", "head:O", "trace:Q", "head:N")
+
+    def _line(self) -> str:
+        return f"{self.trace.numel()} heads of rank {self.rank}"
+
+    def _table(self) -> list[dict[str, Any]]:
+        rows = zip(self.trace.flatten(), self.frobenius_squared.flatten(), strict=True)
+        return [
+            {"head": head, "trace": trace.item(), "frobenius_squared": square.item()}
+            for head, (trace, square) in enumerate(rows)
+        ]
 
     @property
     def rank(self) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from locater.core.form import check_covariance, semidefinite_root
 from locater.errors import ConfigError, InputError, check_choice
+from locater.notebook import Shown
 
 Fit = Literal["least_squares", "traces"]
 ProcessName = Literal["unit-walk", "random-walk", "autoregressive", "independent"]
@@ -86,8 +87,8 @@ class LongProcess:
         return normal
 
 
-@dataclass(frozen=True, eq=False)
-class TokenProcess:
+@dataclass(frozen=True, eq=False, repr=False)
+class TokenProcess(Shown):
     """Tokens x_t = m_t + y_t with Gaussian y and Cov(y_s, y_t) = kernel[s, t] · covariance.
 
     `covariance=None` is Σ = I in any number of dimensions, `mean=None` is m = 0.
@@ -106,6 +107,15 @@ class TokenProcess:
     """Share of the samples' covariance that kernel ⊗ covariance accounts for, where estimated."""
     is_known: InitVar[bool] = False
     """The kernel is one by construction: it is not factored to find out."""
+
+    _picture = ("line", "position:Q", "variance:Q", "kind:N")
+
+    def _line(self) -> str:
+        return f"{self.tokens} tokens"
+
+    def _table(self) -> list[dict[str, Any]]:
+        variances = self.kernel.diagonal().tolist()
+        return [{"position": at, "variance": one} for at, one in enumerate(variances, 1)]
 
     def __post_init__(self, is_known: bool) -> None:
         if self.kernel.ndim != 2 or self.kernel.shape[0] < 2:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -18,6 +18,7 @@ from locater.core.form import QKForm
 from locater.core.process import TokenProcess
 from locater.core.score import HeadMoments, LogitDraws, normal_between, symmetric_rho
 from locater.errors import ConfigError, InputError, check_choice
+from locater.notebook import Shown
 
 Source = Literal["theory", "simulated", "measured"]
 ON = 0.5
@@ -37,8 +38,8 @@ def participation(rho: Float[Tensor, "*heads positions"]) -> Float[Tensor, "*hea
     return rho.sum(-1).square() / (rho.shape[-1] * squares)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Profile:
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
+class Profile(Shown):
     """Signal propagation probability ρ (Definition 1) at relative positions θ = i/T.
 
     >>> profile = Profile(theta=torch.tensor([0.5, 1.0]), rho=torch.tensor([0.2, 0.8]))
@@ -52,6 +53,21 @@ class Profile:
     standard_error: Float[Tensor, "*heads positions"] | None = None
     """Of `rho`, where it was sampled; None where it was computed."""
     label: str = ""
+
+    _picture = ("line", "theta:Q", "rho:Q", "head:N")
+
+    def _line(self) -> str:
+        heads = self.rho.shape[:-1].numel()
+        return f"{self.label or self.source}, {heads} heads, {len(self.theta)} positions"
+
+    def _table(self) -> list[dict[str, Any]]:
+        heads = self.rho.reshape(-1, self.rho.shape[-1]).tolist()
+        places = self.theta.tolist()
+        return [
+            {"head": head, "theta": theta, "rho": rho}
+            for head, row in enumerate(heads)
+            for theta, rho in zip(places, row, strict=True)
+        ]
 
     @classmethod
     def by_token(

@@ -20,6 +20,7 @@ from locater.errors import ConfigError, InputError, LocaterError
 from locater.models.layout import Skipped
 from locater.models.live import LiveAttention, discover
 from locater.models.recipes import RECIPES, Recipe
+from locater.notebook import Shown
 from locater.probe.alarms import Alarm, AlarmBook, AlarmRules
 from locater.probe.rows import (
     Logits,
@@ -109,7 +110,7 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class Probe(Recorder):
+class Probe(Shown, Recorder):
     """Measures attention while a model runs: entropy, ρ, logits, token rank, tokens' K and Σ.
 
     The model's outputs, gradients and random numbers are what they are without it.
@@ -120,6 +121,12 @@ class Probe(Recorder):
     >>> [(record.name, record.head, record.rows) for record in probe.records]
     [('self_attn', 0, 8), ('self_attn', 1, 8)]
     """
+
+    def _line(self) -> str:
+        return self.summary() if self.records else "nothing measured yet"
+
+    def _table(self) -> list[dict[str, Any]]:
+        return [one.as_dict() for one in self.records]
 
     def __init__(
         self,

@@ -27,6 +27,7 @@ from locater.core.theory import (
 from locater.engines import one_thread
 from locater.errors import ConfigError, LocaterError
 from locater.models.live import LiveAttention, find_attention
+from locater.notebook import Shown
 from locater.probe.samples import LARGEST_GAP, AttentionSamples, at_once, collect, logit_gap
 from locater.reality.predictions import COLUMNS, Prediction, predictions
 
@@ -150,8 +151,8 @@ KURTOSIS = {
 """What `_features` looks at, and how a layer's row calls its excess kurtosis."""
 
 
-@dataclass(frozen=True, eq=False)
-class Reality:
+@dataclass(frozen=True, eq=False, repr=False)
+class Reality(Shown):
     """A model held against the theory, layer by layer."""
 
     layers: list[LayerReality]
@@ -160,6 +161,12 @@ class Reality:
     tokens: int
     skipped: dict[str, str]
     """Attentions without a fixed W_QK, and why."""
+
+    def _line(self) -> str:
+        return f"{len(self.rows())} heads of {len(self.layers)} layers, {self.tokens} tokens"
+
+    def _table(self) -> list[dict[str, Any]]:
+        return self.rows()
 
     def rows(self) -> list[dict[str, Any]]:
         """One plain dictionary per head of every layer."""

@@ -30,6 +30,7 @@ from locater.errors import ConfigError, InputError
 from locater.files import write_file
 from locater.models.live import find_attention
 from locater.models.positions import stretched
+from locater.notebook import Shown
 from locater.probe.samples import at_once, collect
 
 _PARTS = ("kernel", "covariance", "mean", "query_bias", "key_bias", "frequencies", "distance_bias")
@@ -373,8 +374,8 @@ def look(logits: Float[Tensor, "rows tokens"]) -> Outlook:
     )
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class WhatIf:
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
+class WhatIf(Shown):
     """Every head before and after a change."""
 
     model: str
@@ -383,6 +384,14 @@ class WhatIf:
     rows: tuple[dict[str, Any], ...]
     """One plain dictionary per head: name, layer, head, and every number of `Outlook` with
     `_before` and `_after`."""
+
+    _picture = ("rect", "head:O", "layer:O", "entropy_after:Q")
+
+    def _line(self) -> str:
+        return f"{self.model}, {len(self.rows)} heads, {self.tokens} tokens"
+
+    def _table(self) -> list[dict[str, Any]]:
+        return list(self.rows)
 
     @property
     def summary(self) -> dict[str, float]:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from locater.errors import InputError, LocaterError
 from locater.files import LOCK, sync_folder, write_file
+from locater.notebook import Shown
 from locater.paper.lab.settings import TrainConfig
 
 Record = dict[str, Any]
@@ -65,8 +66,8 @@ class Checkpoint:
     """Plain numbers that go on: sums of the losses since the last measurement, seconds spent."""
 
 
-@dataclass(frozen=True, eq=False)
-class Run:
+@dataclass(frozen=True, eq=False, repr=False)
+class Run(Shown):
     """One training run: its settings, where it was made, and what was measured.
 
     `Run.load` reads a folder with checkpoints or an exported `.jsonl`; figures need no more.
@@ -76,6 +77,14 @@ class Run:
     environment: Record
     records: list[Record] = field(default_factory=list)
     path: Path | None = None
+
+    _picture = ("line", "step:Q", "train_loss:Q", "seed:N")
+
+    def _line(self) -> str:
+        return f"{self.path or self.config.corpus}, {len(self.records)} measurements"
+
+    def _table(self) -> list[dict[str, Any]]:
+        return self.records
 
     @classmethod
     def load(cls, path: Path) -> Run:
