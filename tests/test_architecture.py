@@ -67,7 +67,7 @@ def test_the_order_is_that_of_the_import_contract() -> None:
     lines = [re.findall(r"locater\.(\w+)", line) for line in layers[1].splitlines() if '"' in line]
     place = {name: height for height, names in enumerate(lines) for name in names}
     assert [place[name] for name in ROOMS if name in place] == sorted(place.values())
-    assert set(ROOMS) - set(place) == {"engines", "files", "errors"}
+    assert set(ROOMS) - set(place) == {"engines", "notebook", "files", "errors"}
 
 
 @pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
