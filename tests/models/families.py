@@ -516,3 +516,17 @@ def observed(name: str, *, without_qk_norm: bool = False) -> Observed:
     with watched(found) as seen, torch.no_grad():
         model(**FAMILIES[name].inputs())
     return Observed(model, found, skipped, seen)
+
+
+def weight_of(live: LiveAttention, side: str) -> torch.Tensor:
+    """W_Q of every head, or W_K of every key head, as it is stored."""
+    part = getattr(live.layout, side)
+    return part.heads(live.sources[part.weight].read(), live.layout.head_dim)
+
+
+def bias_of(live: LiveAttention, side: str) -> torch.Tensor | None:
+    """Their bias, where there is one."""
+    part = getattr(live.layout, side)
+    if part.bias is None:
+        return None
+    return part.bias_heads(live.sources[part.bias].read(), live.layout.head_dim)

@@ -14,6 +14,7 @@ import torch
 from tests.models.families import (
     FAMILIES,
     TOKENS,
+    bias_of,
     built,
     floats,
     mismatch,
@@ -21,6 +22,7 @@ from tests.models.families import (
     shaken,
     tokens,
     watched,
+    weight_of,
 )
 from torch import Tensor, nn
 from torch.nn import functional
@@ -181,7 +183,7 @@ def test_multihead_attention(batch_first: bool, vdim: int | None, bias: bool) ->
         x, value = x.transpose(0, 1), value.transpose(0, 1)
     for need_weights in (True, False):  # two ways through torch's code
         (live,) = check(model, lambda need=need_weights: model(x, x, value, need_weights=need))
-    assert (live.query_bias() is not None) == bias
+    assert (bias_of(live, "query") is not None) == bias
     assert live.module is model
 
 
@@ -240,7 +242,7 @@ def test_a_users_own_pair() -> None:
         model, pairs=[(model.table, model.table, 3), Pair(model.ask, model.ask, 2, name="mine")]
     )
     assert bare.query_parameters == bare.key_parameters == (model.table,)
-    assert bare.layout.temperature == math.sqrt(8) and bare.query_bias() is None
+    assert bare.layout.temperature == math.sqrt(8) and bias_of(bare, "query") is None
     assert named.layout.name == "mine" and named.layout.layer == 1
 
 
@@ -304,8 +306,8 @@ def test_a_pair_sees_lora_too() -> None:
     inner: Any = model.base_model.model
     (found,) = find_attention(model, pairs=[Pair(inner.ask, inner.answer, heads=4)])
     expected = inner.ask.base_layer.weight + inner.ask.get_delta_weight("default")
-    torch.testing.assert_close(found.query_weight().flatten(0, 1), expected)
-    assert found.layout.name == "ask" and found.query_bias() is not None
+    torch.testing.assert_close(weight_of(found, "query").flatten(0, 1), expected)
+    assert found.layout.name == "ask" and bias_of(found, "query") is not None
 
 
 def compiled(model: nn.Module) -> nn.Module:
@@ -378,7 +380,7 @@ def test_parametrized_weights_are_read_as_what_they_amount_to(normed: Any) -> No
     normed(mixer.query)
     model.eval()
     (live,) = check(model, lambda: model(floats(TOKENS, 24)))
-    torch.testing.assert_close(live.query_weight().flatten(0, 1), mixer.query.weight)
+    torch.testing.assert_close(weight_of(live, "query").flatten(0, 1), mixer.query.weight)
     live.form().trace().sum().backward()
     assert all(part.grad is not None for part in live.query_parameters)
 
@@ -424,7 +426,7 @@ def test_models_without_storage_are_found() -> None:
     with torch.device("meta"):
         model = nn.TransformerEncoderLayer(8, 2)
     (live,) = find_attention(model)
-    assert live.query_weight().is_meta and live.query_weight().shape == (2, 4, 8)
+    assert weight_of(live, "query").is_meta and weight_of(live, "query").shape == (2, 4, 8)
 
 
 def test_configs_may_be_dictionaries_or_namespaces() -> None:

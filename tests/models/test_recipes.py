@@ -20,11 +20,13 @@ from tests.models.families import (
     SIZE,
     VISION,
     Observed,
+    bias_of,
     mismatch,
     observed,
     shaken,
     tokens,
     watched,
+    weight_of,
 )
 
 from locater import InputError, LocaterError
@@ -140,14 +142,17 @@ def test_a_form_gives_each_query_head_its_groups_key_head(name: str) -> None:
         if layout.qk_norm or (layout.rotary is not None and layout.rotary.magnitude != 1):
             continue  # its form is scaled
         group = torch.arange(layout.heads) // (layout.heads // layout.kv_heads)
-        assert torch.equal(form.query, live.query_weight())
-        assert torch.equal(form.key, live.key_weight()[group])
-        for mine, own in ((form.query_bias, live.query_bias()), (form.key_bias, live.key_bias())):
+        assert torch.equal(form.query, weight_of(live, "query"))
+        assert torch.equal(form.key, weight_of(live, "key")[group])
+        for mine, own in (
+            (form.query_bias, bias_of(live, "query")),
+            (form.key_bias, bias_of(live, "key")),
+        ):
             assert (mine is None) == (own is None)
         if form.query_bias is not None:
-            assert torch.equal(form.query_bias, live.query_bias())
+            assert torch.equal(form.query_bias, bias_of(live, "query"))
         if form.key_bias is not None:
-            assert torch.equal(form.key_bias, live.key_bias()[group])
+            assert torch.equal(form.key_bias, bias_of(live, "key")[group])
         assert form.query.shape == (layout.heads, layout.head_dim, layout.model)
 
 
@@ -184,7 +189,7 @@ def test_key_heads_dealt_out_in_turn_are_wrong(name: str) -> None:
     for live in run.found:
         form = live.form()
         turns = torch.arange(live.layout.heads) % live.layout.kv_heads
-        dealt = replace(form, key=live.key_weight()[turns])
+        dealt = replace(form, key=weight_of(live, "key")[turns])
         assert mismatch(dealt, run.seen[live.layout.name]) > 0.1
 
 
@@ -283,7 +288,7 @@ def test_llama_in_the_order_of_its_authors_and_of_llama_cpp(
     run = observed("llama")
     tensors = {}
     for layer, live in enumerate(run.found):
-        for name, weight in ((query, live.query_weight()), (key, live.key_weight())):
+        for name, weight in ((query, weight_of(live, "query")), (key, weight_of(live, "key"))):
             # half: (first dimensions, second dimensions); interleaved: pair by pair
             pairs = weight.unflatten(1, (2, -1)).transpose(1, 2)
             tensors[name.format(layer) + ".weight"] = pairs.reshape(-1, weight.shape[-1])

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -104,29 +103,6 @@ class LiveAttention:
     """The stored tensors of the layout, by name."""
     module: nn.Module | None = None
     """The attention module, for hooks; None for a pair of the user's."""
-
-    def query_weight(self) -> Float[Tensor, "heads head model"]:
-        """W_Q of every head."""
-        layout = self.layout
-        return layout.query.heads(self.sources[layout.query.weight].read(), layout.head_dim)
-
-    def key_weight(self) -> Float[Tensor, "kv_heads head model"]:
-        """W_K of every key head."""
-        layout = self.layout
-        return layout.key.heads(self.sources[layout.key.weight].read(), layout.head_dim)
-
-    def query_bias(self) -> Float[Tensor, "heads head"] | None:
-        """The queries' bias, where there is one."""
-        return self._bias(self.layout.query)
-
-    def key_bias(self) -> Float[Tensor, "kv_heads head"] | None:
-        """The keys' bias, where there is one."""
-        return self._bias(self.layout.key)
-
-    def _bias(self, side: Projection) -> Tensor | None:
-        if side.bias is None:
-            return None
-        return side.bias_heads(self.sources[side.bias].read(), self.layout.head_dim)
 
     @property
     def query_parameters(self) -> tuple[nn.Parameter, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.models.families import bias_of, weight_of
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -234,9 +235,9 @@ def test_locater_finds_the_forms_that_the_model_computes_with(
     assert found[0].layout.temperature == pytest.approx((16 / heads) ** 0.5)
     query, key = calls[1]
     x = inputs[0]
-    w_query = found[1].query_weight()
-    w_key = found[1].key_weight().expand_as(w_query)
-    bias_q, bias_k = found[1].query_bias(), found[1].key_bias()
+    w_query = weight_of(found[1], "query")
+    w_key = weight_of(found[1], "key").expand_as(w_query)
+    bias_q, bias_k = bias_of(found[1], "query"), bias_of(found[1], "key")
     mine_q = torch.einsum("btm,nhm->bnth", x, w_query)
     mine_k = torch.einsum("btm,nhm->bnth", x, w_key)
     mine_q = mine_q if bias_q is None else mine_q + bias_q[:, None]
