@@ -1,6 +1,7 @@
 """Every code block of the documents runs, and every command is documented."""
 
 import importlib.util
+import json
 import re
 import shlex
 import shutil
@@ -14,6 +15,7 @@ from locater import cli
 from locater.probe.alarms import STUDY
 
 ROOT = Path(__file__).parents[1]
+NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 
 
@@ -33,6 +35,16 @@ def test_python_blocks_of_a_page_run_in_order(page: Path) -> None:
     namespace: dict[str, object] = {}
     for block in blocks(page, "python"):
         exec(compile(block, page.name, "exec"), namespace)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_notebooks_run_and_were_run(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert any(cell["outputs"] for cell in cells)
+    assert all(one["output_type"] != "error" for cell in cells for one in cell["outputs"])
+    namespace: dict[str, object] = {}
+    for cell in cells:
+        exec(compile("".join(cell["source"]), path.name, "exec"), namespace)
 
 
 @pytest.mark.parametrize(
