@@ -2,12 +2,13 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-from locater import audit_checkpoint
+from locater import LocaterError, audit_checkpoint
 from locater.cli import main
 from locater.files import DEMO
 from locater.models.loading import load_model, text_blocks
@@ -63,3 +64,16 @@ def test_it_loads_as_any_model_does() -> None:
     model, tokenizer = load_model("demo")
     assert tokenizer.decode(tokenizer("the list of names").input_ids).strip() == "the list of names"
     assert sum(one.numel() for one in model.parameters()) > 500_000
+
+
+def test_weights_that_are_missing_are_no_random_ones(tmp_path: Path) -> None:
+    """transformers would fill them at random, without a word that is heard."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(DEMO, tmp_path / "model")
+    path = tmp_path / "model" / "model.safetensors"
+    weights = load_file(path)
+    save_file({key: one for key, one in weights.items() if "layers.2.self_attn" not in key}, path)
+    with pytest.raises(LocaterError, match="lacks 4 of the model's weights") as told:
+        load_model(str(tmp_path / "model"))
+    assert "layers.2.self_attn" in str(told.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,8 @@ from locater.errors import ConfigError, InputError, LocaterError, check_choice, 
 from locater.files import packaged
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+_HEAD = re.compile(r"pooler|head|classifier|\bcls\b|score")
+"""Weights on top of the layers, which many checkpoints do without."""
 PATIENCE = 15.0
 """Seconds between two words to somebody who waits."""
 
@@ -71,7 +74,9 @@ def load_model(
     try:
         with _patience(name, say):
             auto: Any = transformers.AutoModelForCausalLM if head else transformers.AutoModel
-            model = auto.from_pretrained(name, dtype=kind, **options)
+            model, told = auto.from_pretrained(
+                name, dtype=kind, output_loading_info=True, **options
+            )
             tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
     except Exception as error:  # whatever a config or a server made of it
         if os.environ.get("LOCATER_TRACEBACK"):
@@ -86,6 +91,13 @@ def load_model(
         talk.set_verbosity(level)
         if was_verbose:
             talk.enable_progress_bar()
+    lost = sorted(one for one in told["missing_keys"] if head or not _HEAD.search(one))
+    if lost:
+        raise LocaterError(
+            f"{source} lacks {len(lost)} of the model's weights ({lost[0]} and the like): they "
+            "would be random.",
+            hint="is the checkpoint whole, and of the model that its config.json names?",
+        )
     if getattr(model.config, "is_encoder_decoder", False) and not head:
         model = model.get_encoder()  # a text alone feeds the encoder
     if hasattr(model.config, "use_cache"):
