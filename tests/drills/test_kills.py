@@ -28,6 +28,8 @@ TRAIN = ["train", "--preset", "tiny", "--steps", "60", "--evaluations", "5", "--
          "--checkpoint-every", "10"]  # fmt: skip
 SWEEP = ["sweep", "tiny", "--seeds", "3", "--workers", "2"]
 SIMULATE = ["simulate", "fig5", "--panels", "Σ = I", "--draws", "40", "--sequences", "400"]
+TRIAL = ["trial", "demo", "--methods", "none,qk-clip", "--learning-rates", "1e-3,1e-2", "--steps",
+         "6", "--seeds", "2", "--tokens", "16"]  # fmt: skip
 REPRODUCE = ["reproduce", "--only", "fig1,fig2,fig4,claims", "--no-exports"]
 
 
@@ -201,6 +203,12 @@ def test_simulations(
     where = ["--engine", engine, "--workers", "2", "--store", "store", "--out", "f.json"]
     result = bytes_of("f.json")
     table(drill([*SIMULATE, *where], result, tmp_path, kills=kills, seed=seed, kill=kill))
+
+
+def test_trials(tmp_path: Path, seed: int, table: Keep) -> None:
+    result = bytes_of("store/**/*.json", "trial.json")
+    arguments = [*TRIAL, "--store", "store", "--out", "trial.json"]
+    table(drill(arguments, result, tmp_path, kills=50, seed=seed))
 
 
 def test_reproduce(tmp_path: Path, seed: int, table: Keep) -> None:
