@@ -81,7 +81,7 @@ def test_killed_and_resumed_it_leaves_the_same_bytes(
     before = stored(tmp_path / "killed")
     assert main(["trial", *COMMAND, "--store", "killed", "--workers", "2"]) == 0
     whole = stored(tmp_path / "whole")
-    assert len(before) > 0 and len(whole) == 12
+    assert 0 < len(before) < len(whole) == 12  # killed on its way
     assert stored(tmp_path / "killed") == whole
 
 

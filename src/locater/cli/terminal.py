@@ -54,9 +54,9 @@ def readable(config: type[Config]) -> type[Config]:
     """The settings with flags that may be left out as `PATH`, not `{None}|PATH (default: None)`."""
     import tyro
 
-    hints, defaults = {}, {}
+    hints, defaults, kinds = {}, {}, get_type_hints(config, include_extras=True)
     for field in fields(config):  # type: ignore[arg-type]
-        kind = get_type_hints(config, include_extras=True)[field.name]
+        kind = kinds[field.name]
         if NoneType in get_args(kind) and (metavar := _metavar(kind)):
             hint = "" if field.default is None else None
             hints[field.name] = Annotated[
