@@ -228,6 +228,8 @@ class Scored:
     """healthy, failed or sharp."""
     harm: int
     """The step at which the harm begins; after the last, for healthy runs."""
+    above: float
+    """Its last losses above its group's median."""
     signals: dict[str, list[tuple[int, float]]]
 
     @property
@@ -277,7 +279,7 @@ def _judged(run: Record, group: list[Record]) -> Scored:
         name: [(one["step"], signal(measured, t)) for t, one in enumerate(measured)]
         for name, signal in SIGNALS.items()
     }
-    return Scored(run, kind, harm, signals)
+    return Scored(run, kind, harm, worse, signals)
 
 
 def _harm(losses: list[float], above: list[float]) -> int:
@@ -405,7 +407,8 @@ def publish(store: Path, out: Path) -> Path:
 
 def table(runs: list[Record], name: str) -> str:
     """A table of docs/alarms.md, by its mark."""
-    return {"signals": _signals, "runs": _kinds, "rules": _rules, "ever": _ever}[name](runs) + "\n"
+    made = {"signals": _signals, "runs": _kinds, "rules": _rules, "ever": _ever, "sharp": _sharp}
+    return made[name](runs) + "\n"
 
 
 def _signals(runs: list[Record]) -> str:
@@ -441,6 +444,19 @@ def _ever(runs: list[Record]) -> str:
     rows = [(name, _share(auroc(name, late)), _share(auroc(name, bare))) for name in SIGNALS]
     rows.sort(key=lambda row: row[1], reverse=True)
     return markdown_table(rows, ["signal", "AUROC, all runs", "AUROC, runs without any method"])
+
+
+def _sharp(runs: list[Record]) -> str:
+    """How many healthy runs have sharp heads and huge logits."""
+    healthy = [one for one in judged(runs) if one.is_healthy]
+    sharp = [one for one in healthy if one.score("entropy") > 0.99]
+    loud = sum(one.score("logit") > 3 for one in sharp)
+    good = sum(one.above <= 0 for one in sharp)
+    return (
+        f"Of {len(healthy)} healthy runs {len(sharp)} have a head that fell below a hundredth of "
+        f"its entropy, {loud} of these with logits above 1,000, and {good} of the {len(sharp)} end "
+        "at or below the median loss of their group."
+    )
 
 
 def _share(value: float | None) -> str:

@@ -106,7 +106,7 @@ def test_alarms_and_their_tables_say_what_the_study_found() -> None:
     study = benchmark("study_alarms")
     runs = study.load(ROOT / "results" / "alarms")
     marks = [*tables("alarms.md"), *tables("probe.md")]
-    assert {name for name, _ in marks} == {"runs", "signals", "rules", "ever"}
+    assert {name for name, _ in marks} == {"runs", "signals", "sharp", "rules", "ever"}
     for name, table in marks:
         assert table == study.table(runs, name), name  # python benchmarks/study_alarms.py tables
     assert study.rules(runs) == STUDY
