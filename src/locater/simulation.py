@@ -63,8 +63,8 @@ class SimulateConfig:
     temperature: float | None = None
     """λ; √model by default."""
     estimator: Estimator = "conditional"
-    """`count` draws whole sequences and counts open gates, as the paper does; `conditional` draws
-    the last token and integrates the others out, which needs far fewer sequences."""
+    """`count` draws whole sequences and counts tokens that are on, as the paper does;
+    `conditional` draws the last token and integrates the others out, which needs far fewer."""
     exact: bool = True
     """Compute the exact ρ of every drawn form beside the simulated one."""
     seed: int = 0
@@ -392,7 +392,7 @@ class _Plan:
     def draw(
         self, form: Float[Tensor, "*rows model"], size: int, generator: torch.Generator
     ) -> tuple[Float[Tensor, "size tokens"], Float[Tensor, "size tokens"]]:
-        """Logits over the keys, and P(gate open | last token), for so many sequences."""
+        """Logits over the keys, and P(token on | last token), for so many sequences."""
         tokens, model = self.config.tokens, self.config.model
         is_whole = self.config.estimator == "count"
         if is_whole:

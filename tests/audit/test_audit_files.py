@@ -282,8 +282,8 @@ def test_the_table_fits_100_columns_and_shows_the_worst_first(
     assert first.index("no text was read: use --text") < first.index("stands out")
     assert "healthy" not in first
     rows = audit_checkpoint(tmp_path, tokens=16, process="random-walk").worst_first()
-    heads = [line.split()[0] for line in shown.out.splitlines() if line.startswith(" d")]
-    assert heads == [f"d{row.layer}.{row.head}" for row in rows]
+    heads = [line.split()[:4] for line in shown.out.splitlines() if line.startswith(" layer")]
+    assert heads == [["layer", str(row.layer), "head", str(row.head)] for row in rows]
 
 
 def test_files_are_written_beside_the_table(

@@ -21,7 +21,8 @@ def cell(page: Page, row: HeadRecord, *, which: int = 0) -> Any:
 
 def assert_shows(page: Page, audits: list[Audit], row: HeadRecord) -> None:
     """The detail is this head's, to the drawn precision of 1/32767 of the largest value."""
-    assert page.locator("#head-name").text_content() == f"{row.name}, head {row.head}"
+    shown = f"layer {row.layer} head {row.head} ({row.name})"
+    assert page.locator("#head-name").text_content() == shown
     found = {name: chart_data(page, name) for name in ("eigenvalues", "singular", "rho")}
     labels = list(dict.fromkeys(point["checkpoint"] for point in found["rho"]))
     assert len(labels) == len(audits)
@@ -49,6 +50,23 @@ def test_a_click_on_a_head_shows_that_head(
         cell(page, row).click()
         assert_shows(page, audits[:1], row)
         assert page.locator('td[aria-selected="true"]').count() == 1
+
+
+def test_a_head_has_an_address_that_survives_a_reload(
+    one_audit_page: Path, audits: list[Audit], open_page: Open
+) -> None:
+    page, row = open_page(one_audit_page).page, audits[0].rows[-1]
+    cell(page, row).click()
+    assert page.url.endswith(f"#layer-{row.layer}-head-{row.head}")
+    page.reload()
+    page.wait_for_selector("html[data-ready=yes]", state="attached")
+    assert_shows(page, audits[:1], row)
+    other = audits[0].rows[0]
+    page.evaluate(f"location.hash = 'layer-{other.layer}-head-{other.head}'")
+    page.wait_for_function(
+        "name => document.documentElement.dataset.head === name", arg=f"{other.name} {other.head}"
+    )
+    assert_shows(page, audits[:1], other)
 
 
 def test_arrows_and_enter_choose_a_head(

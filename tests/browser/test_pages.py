@@ -60,6 +60,56 @@ def test_a_phone_needs_no_sideways_scrolling(path: Path, open_page: Open) -> Non
     assert set(wide) <= {"fig2-chart"}
 
 
+def test_a_phone_gets_a_long_page_as_its_headings(figures_page: Path, open_page: Open) -> None:
+    page = open_page(figures_page, width=390).page
+    assert page.evaluate("document.documentElement.scrollHeight") < 15_000
+    assert not page.locator("#fig5-chart svg").count()  # drawn when it is opened
+    page.evaluate("location.hash = 'fig5'")
+    page.wait_for_selector("#fig5-chart svg.marks")
+    assert page.locator("#fig5 > details").evaluate("n => n.open")
+    wide = page.locator("#errata .table").first
+    page.evaluate("location.hash = 'errata'")
+    page.wait_for_function("document.querySelector('#errata .hint.shown')")
+    assert wide.evaluate("n => n.scrollWidth > n.clientWidth")
+
+
+def test_charts_are_as_wide_as_their_column(figures_page: Path, open_page: Open) -> None:
+    page = open_page(figures_page, width=1400).page
+    shares = page.locator("main .chart").evaluate_all(
+        "all => all.filter(n => !n.closest('.detail')).map(n => [n.id,"
+        " n.querySelector('svg.marks').getBoundingClientRect().width / n.clientWidth])"
+    )
+    assert len(shares) > 5
+    # of Fig. 2 two small panels are made here, for seven
+    assert not [n for n, share in shares if not 0.75 < share <= 1 and n != "fig2-chart"]
+
+
+def test_tables_sort_and_filter(figures_page: Path, open_page: Open) -> None:
+    page = open_page(figures_page, width=1400).page
+    rows = page.locator(".verdicts tbody tr")
+    every = rows.count()
+    outcomes = page.locator("#verdicts .filters select option").all_text_contents()[1:]
+    for outcome in outcomes:
+        page.locator("#verdicts .filters select").select_option(outcome)
+        shown = page.locator(".verdicts tbody tr:visible td.outcome").all_text_contents()
+        assert 0 < len(shown) < every
+        assert {" ".join(one.split()) for one in shown} == {outcome}
+    page.locator("#verdicts .filters select").select_option("all")
+    page.locator("#verdicts .filters input").fill("Lemma 2")
+    assert {"Lemma 2" in text for text in rows.filter(visible=True).all_text_contents()} == {True}
+    page.locator("#verdicts .filters input").fill("")
+    theta = page.locator("#fig6 table")
+    column = theta.locator("thead th").all_text_contents().index("tr W")
+
+    def numbers() -> list[float]:
+        cells = theta.locator(f"tbody tr td:nth-child({column + 1})").all_text_contents()
+        return [float(cell.split(" ")[0]) for cell in cells]
+
+    for order in (True, False):
+        theta.locator("thead button.sort").nth(column).click()
+        assert numbers() == sorted(numbers(), reverse=order)
+
+
 def test_dark_mode_turns_paper_and_charts(opened: Opened) -> None:
     page = opened.page
     label = ".chart svg .role-axis-label text"

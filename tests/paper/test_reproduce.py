@@ -32,7 +32,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             section = Section(key=name, title=f"the {name}")
             return Result(sections=(section,), verdicts=(verdict,))
 
-        return Part(make, FREE)  # type: ignore[arg-type]
+        return Part(make, "Group", FREE)  # type: ignore[arg-type]
 
     kept = dict(PARTS)
     PARTS.clear()
@@ -57,13 +57,13 @@ def test_the_verdicts_are_written_between_the_marks_of_a_page(
 
 def study(name: str) -> dict[str, object]:
     """As benchmarks/study_reality.py writes it, in little."""
-    errors = {"rho_error_printed": 0.61, "rho_error_full": 0.012, "rho_noise": 0.005}
+    errors = {"rho_error_printed": 0.61, "rho_error_given_query": 0.012, "rho_noise": 0.005}
     profiles = [
         {"panel": "layer 0, head 0", "curve": curve, "theta": theta, "rho": rho}
         for curve, rho in (("measured", 0.5), ("printed", 0.1), ("given_query", 0.5))
         for theta in (0.5, 1.0)
     ]
-    summary = {**errors, "heads": 72, "entropy_error_full": 0.04}
+    summary = {**errors, "heads": 72, "entropy_error_given_query": 0.04}
     return {"model": name, "summary": summary, "profiles": profiles, "side": {"blocks": {}}}
 
 
@@ -80,9 +80,9 @@ def test_reproduce_writes_the_page_with_all_figures_and_errata(tmp_path: Path) -
     audit = ["summary", "heads", "head", "table", "basis"]
     sections = re.findall(r'<section id="([^"]+)"', html)
     real = ["published", "reality"]
-    assert sections == ["headline", "verdicts", *figures, *audit, *real, "errata", "settings"]
-    assert "minilm, 72 heads: the printed formula misses ρ by 0.61" in html
-    charts = ["headline", *figures, *real]
+    assert sections == [*real, *audit, "verdicts", *figures, "errata", "settings"]
+    assert "minilm (72 heads): as printed off by 0.61" in html
+    charts = [*figures, *real]
     assert html.count('data-chart="') == len(charts) + 3  # a head's eigenvalues, singular values, ρ
     assert len(html) < 5_000_000
     exports = {path.name for path in (tmp_path / "out" / "figures").iterdir()}
@@ -149,8 +149,10 @@ def test_the_time_left_follows_the_pace_of_what_is_new(
             context.progress(done, 100)
         return Result(sections=())
 
-    monkeypatch.setitem(PARTS, "fig1", Part(first, {"quick": 6.0, "cpu": 1.0, "paper": 1.0}))
-    monkeypatch.setitem(PARTS, "fig2", Part(lambda _: Result(sections=()), dict(FREE, quick=10.0)))
+    monkeypatch.setitem(PARTS, "fig1", Part(first, "", {"quick": 6.0, "cpu": 1.0, "paper": 1.0}))
+    monkeypatch.setitem(
+        PARTS, "fig2", Part(lambda _: Result(sections=()), "", dict(FREE, quick=10.0))
+    )
     said: list[str] = []
     config = ReproduceConfig(out=tmp_path, only="fig1,fig2", exports=False)
     reproduce(config, report=said.append)
@@ -199,7 +201,7 @@ def test_data_must_be_there(tmp_path: Path) -> None:
 
 
 def test_a_result_survives_its_json() -> None:
-    headline = Section(key="h", title="H", chart={"mark": "point"})
+    section = Section(key="h", title="H", chart={"mark": "point"})
     verdict = Verdict(where="Eq. 5", claim="c", outcome="differs", found="2", section="h")
-    result = Result(sections=(headline,), verdicts=(verdict,), headline=headline)
+    result = Result(sections=(section,), verdicts=(verdict,), finding="**so** it is")
     assert Result.from_dict(json.loads(json.dumps(result.to_dict()))) == result

@@ -166,19 +166,28 @@ def _write(command: AuditCommand, audits: Sequence[Audit]) -> None:
 
 
 def head_name(part: str, kind: str, layer: int, head: int) -> str:
-    """Layer and head, with the first letters of stack or tower: d3.1, e0.2, vis7.0; × is cross."""
-    tower = {"model": "", "decoder": "d", "encoder": "e"}.get(part, plain(part)[:3])
-    return f"{tower}{layer}{'×' if kind == 'cross' else ''}.{head}"
+    """Layer and head, with the stack and the kind where a model has several of them."""
+    tower = "" if part in ("", "model") else f"{plain(part)} "
+    return f"{tower}layer {layer} {'cross-attention ' if kind == 'cross' else ''}head {head}"
 
 
 def named(row: Any) -> str:
-    """The short name of a row's head."""
+    """The name of a row's head, stack and all."""
     return head_name(row.part, row.kind, row.layer, row.head)
+
+
+def _short(row: Any) -> str:
+    """The same in a model of one stack."""
+    return head_name("", row.kind, row.layer, row.head)
 
 
 def _deviation(row: Any) -> str | None:
     """Where a head is farthest from the others."""
-    return None if row.deviation is None else f"{row.deviates_in} {row.deviation:+.1f}"
+    return (
+        None
+        if row.deviation is None
+        else f"{row.deviates_in.replace('_', ' ')} {row.deviation:+.1f}"
+    )
 
 
 def _columns(audit: Audit) -> Columns:
@@ -189,23 +198,22 @@ def _columns(audit: Audit) -> Columns:
     }
     forms: Columns = {} if len({row.status for row in audit.rows}) == 1 else {"form": "status"}
     return {
-        "head": named,
+        "head": named if len({row.part for row in audit.rows}) > 1 else _short,
         **forms,
         **(judged if audit.is_measured else {"stands out": _deviation}),
         "entropy": "entropy:.2f",
         "looks": "regime",
-        "tokens on": "tokens_on",
+        "tokens\non": "tokens_on",
         "r": "r:.3g",
         "η": "eta:.3g",
-        "trace z": "trace_z:.1f",
-        "spread": "spread_ratio:.2f",
-        "‖W‖₂": "norm_ratio:.2f",
+        "trace vs\nrandom (z)": "trace_z:.1f",
+        "spread vs\nrandom": "spread_ratio:.2f",
     }
 
 
 _LEGEND = (
-    "tokens on: how many keys' gradients pass the softmax; trace z: tr W in standard deviations of "
-    "random weights; spread, ‖W‖₂: times those of random weights; r, η: docs/glossary.md."
+    "tokens on: how many keys' gradients pass the softmax; vs random: tr W in standard deviations, "
+    "spread of the eigenvalues in multiples of random weights'; r = tr W/λ, η = ‖W‖/λ."
 )
 
 

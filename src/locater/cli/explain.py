@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from locater.cli.probe import OnText
 from locater.cli.terminal import parse, plain, print_json, progress, say, show
@@ -53,6 +54,7 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def _print(reality: Reality, top: int) -> None:
+    from locater.reality.predictions import COLUMNS
     from locater.report.tables import Columns, terminal_table
 
     summary, best = reality.summary(), reality.layers[0].best
@@ -62,25 +64,27 @@ def _print(reality: Reality, top: int) -> None:
         "head": "head",
         "entropy": "entropy:.3f",
         "predicted": "entropy_full:.3f",
-        "first": "sink_mass:.3f",
-        "own": "own_mass:.3f",
-        "ρ off: paper": "rho_error_printed:.3f",
-        best: f"rho_error_{best}:.3f",
-        "full": "rho_error_full:.3f",
-        "copy": "rho_error_copy:.3f",
+        "on first key": "sink_mass:.3f",
+        "on itself": "own_mass:.3f",
+        "error in ρ: paper": "rho_error_printed:.3f",
+        COLUMNS[best]: f"rho_error_{best}:.3f",
+        "full moments": "rho_error_full:.3f",
+        "copied": "rho_error_copy:.3f",
         "why": lambda row: ", ".join(row["why"]["main"]),
     }
     show(terminal_table(rows[: top or None], columns, left=["why"]))
     print(
         f"{summary['heads']} heads; moments of {reality.estimated_on} blocks of {reality.tokens} "
         f"tokens, measured on {reality.measured_on} others.\n"
-        f"mean |ρ predicted − measured|: printed {summary['rho_error_printed']:.3f}, "
-        f"{best} {summary[f'rho_error_{best}']:.3f}, full moments {summary['rho_error_full']:.3f}, "
-        f"copied from the first part {summary['rho_error_copy']:.3f} "
-        f"(counting noise {summary['rho_noise']:.3f}).\n"
-        f"mean |entropy predicted − measured|: {best} {summary[f'entropy_error_{best}']:.3f}, "
-        f"full moments {summary['entropy_error_full']:.3f}, "
-        f"copied {summary['entropy_error_copy']:.3f} nats.\n"
+        f"mean error of ρ: {_errors(summary, 'rho', ('printed', best, 'full', 'copy'))} "
+        f"(noise of counting {summary['rho_noise']:.3f}).\n"
+        f"mean error of the entropy: {_errors(summary, 'entropy', (best, 'full', 'copy'))} nats.\n"
         "Copying needs the text and the weights that are asked about; the theory also answers for "
         "others."
     )
+
+
+def _errors(summary: dict[str, Any], what: str, names: Sequence[str]) -> str:
+    from locater.reality.predictions import COLUMNS
+
+    return ", ".join(f"{COLUMNS[name]} {summary[f'{what}_error_{name}']:.3f}" for name in names)

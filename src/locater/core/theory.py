@@ -129,7 +129,7 @@ def piecewise_softmax(logits: Float[Tensor, "*batch tokens"]) -> Float[Tensor, "
 
 
 def propagates(logits: Float[Tensor, "*batch tokens"]) -> Bool[Tensor, "*batch tokens"]:
-    """Whether a token's own gate is open: ⟨γⁱ, ω⟩ + γ₀ⁱ in [0, 1].
+    """Whether a token is on: ⟨γⁱ, ω⟩ + γ₀ⁱ in [0, 1].
 
     Paper: Definition 1; ρ_i is the probability of this event.
 
@@ -275,7 +275,7 @@ def propagation(
     method: Method = "exact",
     tolerance: float | None = None,
 ) -> Profile:
-    """ρ_i, the probability that token i's gate is open, at every position of every head.
+    """ρ_i, the probability that token i is on (gradient passes), at every position of every head.
 
     `exact` inverts the law of the score itself, to about 11 digits for every rank, or to an
     absolute `tolerance` (1e-7 is several times faster); `gaussian` uses

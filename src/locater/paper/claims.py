@@ -96,7 +96,7 @@ def verdict_section(verdicts: Sequence[Verdict], keys: Collection[str]) -> Secti
     """The table for the page, each row with a link to its section where `keys` has that one."""
     table = rendered("verdicts.html", "table", verdicts, summary_line(verdicts), keys, RULE,
                      room="locater.paper")  # fmt: skip
-    return Section(key="verdicts", title="Verdicts", before=table)
+    return Section(key="verdicts", title="Verdicts", before=table, group="The paper's claims")
 
 
 Record = dict[str, Any]

@@ -6,7 +6,7 @@ from typing import Any
 
 from locater.core.theory import ON, VANISHING
 from locater.paper.curves import CORRECTED, PRINTED
-from locater.report.charts import SCALE
+from locater.report.charts import colors_of
 from locater.report.page import Section, asset, rendered
 
 Spec = dict[str, Any]
@@ -109,7 +109,7 @@ def explorer_spec() -> Spec:
 
     Its data `tokens_rho`, `curves` and `regime` hold what is drawn.
     """
-    names, colors = list(_CURVES), SCALE[: len(_CURVES)]
+    names, colors = list(_CURVES), colors_of(list(_CURVES))
     dashes = [[5, 3], [1, 0], [2, 2]]
     return {
         "$schema": "https://vega.github.io/schema/vega/v6.json",
@@ -121,8 +121,8 @@ def explorer_spec() -> Spec:
         "padding": 5,
         "autosize": {"type": "fit", "contains": "padding"},
         "signals": [
-            {"name": "width", "init": "containerSize()[0] ? min(containerSize()[0], 900) : 640",
-             "on": [{"events": "window:resize", "update": "min(containerSize()[0], 900)"}]},
+            {"name": "width", "init": "containerSize()[0] || 640",
+             "on": [{"events": "window:resize", "update": "containerSize()[0]"}]},
             *({"name": name, "value": value} for name, value in _START.items()),
             {"name": "phi", "update": "process == 'autoregressive' ? neighbors : 0"},
         ],

@@ -40,7 +40,7 @@ def rho_grid_chart(records: Sequence[Record]) -> alt.FacetChart:
             sort=etas,
             header=alt.Header(labelExpr="'η = ' + datum.value"),
         ),
-        title="Fig. 2  Where the gates open: as printed, corrected, and exact at finite length",
+        title="Fig. 2  Which tokens are on: as printed, corrected, and exact at finite length",
     )
 
 
@@ -198,7 +198,9 @@ def _verdict(before: Record, after: Record) -> str:
     """Whether ρ comes to be on fewer tokens, and its participation."""
     share = _share(before, after)
     word = "Yes" if share < 0.9 else "A little" if share < 0.99 else "No"
-    return f"{word}: participation {before['participation']:.3f} → {after['participation']:.3f}"
+    return (
+        f"{word}: share of tokens on {before['participation']:.3f} → {after['participation']:.3f}"
+    )
 
 
 def _entropy_change(before: Record, after: Record) -> str:

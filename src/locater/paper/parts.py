@@ -24,6 +24,7 @@ from locater.paper.figures import fig5_chart, fig5_verdicts
 from locater.paper.lab.claims import (
     curve_verdicts,
     effects,
+    protocol_finding,
     protocol_regimes,
     protocol_table,
     protocol_verdicts,
@@ -46,7 +47,7 @@ from locater.report.audit_view import audit_exports, audit_sections
 from locater.report.charts import specification
 from locater.report.page import Section
 from locater.report.reality_view import profile_panels, profile_records
-from locater.report.tables import Columns, markdown_table
+from locater.report.tables import Columns, markdown_table, plain_markdown
 from locater.simulation import preset, simulate
 
 Record = dict[str, Any]
@@ -80,8 +81,8 @@ class Result:
 
     sections: tuple[Section, ...]
     verdicts: tuple[Verdict, ...] = ()
-    headline: Section | None = None
-    """The one thing to see first, if this part has it."""
+    finding: str = ""
+    """What it came to, in one sentence of Markdown, for the top of the page."""
     exports: Mapping[str, Record] = field(default_factory=dict)
     """Figures for papers beside those of the sections: specifications by name."""
 
@@ -95,7 +96,7 @@ class Result:
         return cls(
             sections=tuple(Section(**section) for section in data["sections"]),
             verdicts=tuple(Verdict(**verdict) for verdict in data["verdicts"]),
-            headline=None if data["headline"] is None else Section(**data["headline"]),
+            finding=data["finding"],
             exports=data["exports"],
         )
 
@@ -105,6 +106,8 @@ class Part:
     """How a part is made, and about how long it takes on two cores."""
 
     make: Callable[[Context], Result]
+    group: str
+    """What it stands under in the page's contents."""
     seconds: Mapping[Scale, float]
     scales: tuple[Scale, ...] = ("quick", "cpu", "paper")
     """Where it is made unless only other parts are asked for."""
@@ -126,8 +129,17 @@ def theory_part(
     return Result(sections=(section,), verdicts=tuple(verdicts(made)))
 
 
-def _chart_section(key: str, title: str, chart: Any, caption: str, text: str = "") -> Section:
-    return Section(key=key, title=title, chart=specification(chart), caption=caption, text=text)
+def _chart_section(
+    key: str, title: str, chart: Any, caption: str, text: str = "", *, folded: str = ""
+) -> Section:
+    return Section(
+        key=key,
+        title=title,
+        chart=specification(chart),
+        caption=caption,
+        text=text,
+        folded=folded,
+    )
 
 
 _FIG1 = partial(
@@ -137,7 +149,7 @@ _FIG1 = partial(
     records=curves.softmax_curves,
     chart=figures.softmax_chart,
     verdicts=claims.fig1_verdicts,
-    caption="A token's gate is open where the piecewise line is neither 0 nor 1. The two touch at "
+    caption="A token is on where the piecewise line is neither 0 nor 1. The two touch at "
     "the origin only: ρ tells where gradients pass the linearized softmax, not how much attention "
     "a token gets.",
 )
@@ -148,9 +160,9 @@ _FIG2 = partial(
     records=curves.rho_grid,
     chart=figures.rho_grid_chart,
     verdicts=claims.fig2_verdicts,
-    caption="With the right variance (blue) attention localizes more sharply than printed "
+    caption="With the right variance (light blue) attention localizes more sharply than printed "
     "(vermilion): at ξ = 10, η = 1 the peak is .91, not .36. At ξ = 0 it is the middle that stays "
-    "open, not all tokens alike. At finite length (green) and small η every gate is open: the 1/T "
+    "on, not all tokens alike. At finite length (blue) and small η every token is on: the 1/T "
     "that the paper drops decides.",
 )
 _FIG3 = partial(
@@ -223,13 +235,14 @@ def curves_part(context: Context, figure: str) -> Result:
         "Dashed: without LocAteR. Does the scale (B) shrink as κ₂ grows, does entropy (C) rise, "
         "does perplexity (D) fall below the dashed line? The text and the captions of the paper "
         "disagree on what κ₂ weighs, so each row shows one reading.",
-        markdown(summarize(sweep, runs)) + _shared_settings(sweep),
+        markdown(summarize(sweep, runs)),
+        folded=_shared_settings(sweep),
     )
     return Result(sections=(section,), verdicts=tuple(curve_verdicts(sweep, runs, figure)))
 
 
 def gates_part(context: Context) -> Result:
-    """Fig. 7: which tokens' gates are open while the model trains."""
+    """Fig. 7: which tokens are on while the model trains."""
     sweep, runs = _trained(context, "fig7")
     section = _chart_section(
         "fig7",
@@ -237,7 +250,7 @@ def gates_part(context: Context) -> Result:
         heat_chart(sweep, runs),
         "Light: the gradient of that token's attention passes. Look for stripes: positions that "
         "stay open while others close, with LocAteR more than without.",
-        _shared_settings(sweep),
+        folded=_shared_settings(sweep),
     )
     return Result(sections=(section,), verdicts=(stripes_verdict(sweep, runs, "fig7"),))
 
@@ -258,6 +271,8 @@ def protocol_part(context: Context) -> Result:
         "counts.",
         protocol_table(regimes),
     )
+    finding = protocol_finding(regimes)
+    finding = finding and f"{finding} [All of it](#protocol)."
     passes = {name: pair for name, pair in regimes.items() if name != "tuned"}
     bands = _chart_section(
         "passes",
@@ -267,7 +282,7 @@ def protocol_part(context: Context) -> Result:
         "heart. The verdicts score each run at its best.",
         f"What else would do it:\n\n{markdown(summarize(*others))}",
     )
-    return Result(sections=(section, bands), verdicts=tuple(verdicts))
+    return Result(sections=(section, bands), verdicts=tuple(verdicts), finding=finding)
 
 
 def audit_part(context: Context) -> Result:
@@ -329,10 +344,10 @@ def reality_part(context: Context) -> Result:
         },
     )
     told = (
-        f"Over heads and positions, the printed formula misses ρ by {_range(printed)}, the theory "
-        f"with measured moments by {_range(ours)}."
+        f"**Of heads just trained, the printed formula misses ρ by {_range(printed)}**, the theory "
+        f"with the tokens' measured moments by {_range(ours)} ([the heads](#reality))."
     )
-    return Result(sections=(section,), verdicts=(verdict,), headline=_headline(section, told))
+    return Result(sections=(section,), verdicts=(verdict,), finding=told)
 
 
 def published_part(context: Context) -> Result:
@@ -360,19 +375,24 @@ def _published(context: Context) -> Result:
         columns={
             "heads": "heads",
             "ρ as printed": "rho_error_printed:.3f",
-            "full moments": "rho_error_full:.3f",
+            "full moments, given the query": "rho_error_given_query:.3f",
             "noise of counting": "rho_noise:.3f",
-            "entropy, full (nats)": "entropy_error_full:.3f",
+            "entropy, given the query (nats)": "entropy_error_given_query:.3f",
         },
     )
-    told = [
-        "{model}, {heads} heads: the printed formula misses ρ by {rho_error_printed:.2f} on "
-        "average, the theory with measured moments by {rho_error_full:.3f}.".format(
-            model=study["model"], **study["summary"]
+    told = "; ".join(
+        "{model} ({heads} heads): as printed off by {rho_error_printed:.2f}, with the tokens' "
+        "measured moments by {rho_error_given_query:.3f}".format(
+            model=plain_markdown(study["model"]), **study["summary"]
         )
         for study in studies
-    ]
-    return Result(sections=(section,), headline=_headline(section, " ".join(told)))
+    )
+    found = (
+        f"**Where real heads look follows from their weights and their tokens' moments.** Mean "
+        f"error of ρ, {told}. Copying what was counted on other text does about as well: what the "
+        "theory is for is what happens after a change ([the heads](#published))."
+    )
+    return Result(sections=(section,), finding=found)
 
 
 _COUNTED = (
@@ -403,13 +423,6 @@ def _reality_section(
     return _chart_section(key, title, chart, caption, f"{intro}\n\n{table}")
 
 
-def _headline(section: Section, told: str) -> Section:
-    title = "Does theory predict real heads?"
-    return replace(
-        section, key="headline", title=title, caption=f"{told} {section.caption}", text=""
-    )
-
-
 def _range(values: Sequence[float]) -> str:
     low, high = (f"{value:.2g}" for value in (min(values), max(values)))
     return low if low == high else f"{low} to {high}"
@@ -419,7 +432,7 @@ def _shared_settings(sweep: Sweep) -> str:
     """What the runs share, for the reader who wants to make them again."""
     config = asdict(sweep.settings[0].config)
     words = ", ".join(f"{name} {value}" for name, value in config.items() if name != "seed")
-    return f"\n\nSeeds 0 to {sweep.seeds - 1}. Settings of the run without LocAteR: `{words}`.\n"
+    return f"Seeds 0 to {sweep.seeds - 1}. Settings of the run without LocAteR: `{words}`.\n"
 
 
 def _data(context: Context, sweep: Sweep) -> str:
@@ -475,26 +488,27 @@ def _hours(quick_seconds: float, cpu: float, paper: float) -> dict[Scale, float]
 
 
 _LARGE: tuple[Scale, ...] = ("cpu", "paper")
+_TRAINING = "Training"
 PARTS: dict[str, Part] = {
-    "explorer": Part(lambda _: Result(sections=(explorer_section(),)), _always(0.5)),
-    "fig1": Part(_FIG1, _always(0.5)),
-    "fig2": Part(_FIG2, _always(4)),
-    "fig3": Part(_FIG3, _always(0.5)),
-    "fig4": Part(_FIG4, _always(0.5)),
-    "fig5": Part(simulated_part, _always(25)),
-    "fig6": Part(partial(curves_part, figure="fig6"), _hours(60, 2.5, 30)),
-    "fig7": Part(gates_part, _hours(5, 0.1, 1)),
-    "protocol": Part(protocol_part, _always(2)),
+    "published": Part(published_part, "Real heads", _always(0.5)),
+    "reality": Part(reality_part, "Real heads", _hours(20, 0.02, 0.02)),
+    "models": Part(audit_part, "Real heads", _hours(5, 0.01, 0.01)),
+    "explorer": Part(lambda _: Result(sections=(explorer_section(),)), "Theory", _always(0.5)),
+    "fig1": Part(_FIG1, "Theory", _always(0.5)),
+    "fig2": Part(_FIG2, "Theory", _always(4)),
+    "fig3": Part(_FIG3, "Theory", _always(0.5)),
+    "fig4": Part(_FIG4, "Theory", _always(0.5)),
+    "fig5": Part(simulated_part, "Theory", _always(25)),
+    "protocol": Part(protocol_part, _TRAINING, _always(2)),
+    "fig6": Part(partial(curves_part, figure="fig6"), _TRAINING, _hours(60, 2.5, 30)),
+    "fig7": Part(gates_part, _TRAINING, _hours(5, 0.1, 1)),
     **{
-        figure: Part(partial(curves_part, figure=figure), _hours(0, 0.5, 30), _LARGE)
+        figure: Part(partial(curves_part, figure=figure), _TRAINING, _hours(0, 0.5, 30), _LARGE)
         for figure in ("fig8", "fig9", "fig10", "fig11", "fig12")
     },
-    "models": Part(audit_part, _hours(5, 0.01, 0.01)),
-    "published": Part(published_part, _always(0.5)),
-    "reality": Part(reality_part, _hours(20, 0.02, 0.02)),
     "claims": Part(  # verdicts alone: what is right instead stands in the errata
-        lambda _: Result(sections=(), verdicts=tuple(claims.theory_verdicts())), _always(2)
+        lambda _: Result(sections=(), verdicts=tuple(claims.theory_verdicts())), "", _always(2)
     ),
-    "errata": Part(_errata, _always(0.5)),
+    "errata": Part(_errata, "Reference", _always(0.5)),
 }
 """In the order of the page."""

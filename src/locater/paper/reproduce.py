@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
@@ -19,7 +19,7 @@ from locater.paper.claims import summary_line, verdict_markdown, verdict_section
 from locater.paper.lab.run import source_commit
 from locater.paper.parts import PARTS, Context, Result, Scale, errata_text
 from locater.report.charts import save_chart
-from locater.report.page import Section, render_page
+from locater.report.page import Section, render_page, rendered
 from locater.report.tables import markdown_table, update_page
 
 Say = Callable[[str], None]
@@ -113,29 +113,40 @@ def reproduce(config: ReproduceConfig, *, report: Say = lambda _: None) -> Path:
     if config.table is not None:
         verdicts = [verdict for result in results.values() for verdict in result.verdicts]
         update_page(config.table, lambda _: verdict_markdown(verdicts))
-    page = _page(list(results.values()), config, time.perf_counter() - started)
+    page = _page(results, config, time.perf_counter() - started)
     return write_file(config.out / "index.html", page)
 
 
-def _page(results: Sequence[Result], config: ReproduceConfig, seconds: float) -> str:
-    """How the verdicts came out, the headline, the verdicts, then every part's sections."""
+def _page(results: Mapping[str, Result], config: ReproduceConfig, seconds: float) -> str:
+    """What ρ is and what was found, then the verdicts, then every part's sections."""
     intro = (
         "The paper *Self-attention Networks Localize When QK-eigenspectrum Concentrates* (Bao, "
         "Hataya, Karakida 2024, arXiv 2402.02098), computed again: exactly where it approximates, "
         "correctly where it slips."
     )
-    headlines = [result.headline for result in results if result.headline][:1]
-    sections = [*(s for result in results for s in result.sections), _settings(config)]
-    verdicts = [verdict for result in results for verdict in result.verdicts]
-    table = []
+    made = [
+        replace(section, group=PARTS[name].group)
+        for name, result in results.items()
+        for section in result.sections
+    ]
+    sections = [*made, _settings(config)]
+    verdicts = [verdict for result in results.values() for verdict in result.verdicts]
+    findings = [result.finding for result in results.values() if result.finding]
     if verdicts:
-        keys = {section.key for section in (*headlines, *sections)}
-        table = [verdict_section(verdicts, keys)]
-        intro += f"\n\n**{summary_line(verdicts)}** [Each with its number](#verdicts)."
+        wrong = ", ".join(dict.fromkeys(v.where for v in verdicts if v.outcome == "paper is wrong"))
+        findings.append(
+            f"**{summary_line(verdicts)}**"
+            + (f" The slips: {wrong}." if wrong else "")
+            + " [Each with its number](#verdicts)."
+        )
+        table = verdict_section(verdicts, {section.key for section in sections})
+        place = next((k for k, one in enumerate(sections) if one.group != "Real heads"), 0)
+        sections.insert(place, table)
     return render_page(
         "Where does attention look?",
-        [*headlines, *table, *sections],
+        sections,
         intro=intro,
+        opening=rendered("opening.html", "opening", findings, room="locater.paper"),
         footer=f"Made by locater {version('locater')} in {seconds:.0f} s.",
     )
 
@@ -199,13 +210,14 @@ def _settings(config: ReproduceConfig) -> Section:
         *((name, version(name)) for name in packages),
     ]
     table = markdown_table([(name, f"`{text}`") for name, text in rows], ["setting", "value"])
-    return Section(key="settings", title="Settings and versions", text=table)
+    return Section(
+        key="settings", title="Settings and versions", text=table, group="Reference", is_folded=True
+    )
 
 
 def _export(result: Result, folder: Path, *, stamp: Path) -> None:
     """Every figure as SVG, PNG and PDF, unless those of this very result are there."""
-    sections = [*result.sections, *([result.headline] if result.headline else [])]
-    charts = {section.key: section.chart for section in sections if section.chart}
+    charts = {section.key: section.chart for section in result.sections if section.chart}
     for name, chart in {**charts, **result.exports}.items():
         for suffix in (".svg", ".png", ".pdf"):
             path = folder / f"{name}{suffix}"

@@ -16,10 +16,40 @@ with needing("altair or vl-convert-python", extra="report"):
 
 Record = dict[str, Any]
 
-# Okabe and Ito's palette, which color-blind readers can tell apart; the paper is always vermilion
+# Okabe and Ito's palette, which color-blind readers can tell apart
 SCALE = ["#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]
+INK = "#222222"
+"""What was measured, and the run without anything: it follows the paper, light or dark."""
+_PRINTED, _OURS, *_OTHERS = SCALE
+_MEANINGS = {
+    "as printed": _PRINTED, "following the text": _PRINTED,
+    "corrected": "#56B4E9",
+    "exact": _OURS, "Gaussian, exact": _OURS, "attained": _OURS, "piecewise": _OURS,
+    "full moments": _OURS,
+    "measured K": "#CC79A7", "+ means": "#E69F00", "+ rotation": "#009E73",
+    "exact walk": "#882255", "… exact law": "#999933", "full moments, Gaussian": "#44AA99",
+    "clusters": "#AA4499",
+    "measured": INK, "softmax": INK, "none": INK, "without": INK,
+    "largest": "#888888", "noise": "#888888", "no theory": "#888888",
+    "following the captions": "#009E73",
+}  # fmt: skip
+"""A prediction has one color everywhere, known by how its name begins: the paper's is vermilion,
+the best of ours blue."""
 _DASHES = [[5, 3], [1, 0], [2, 2], [8, 2], [1, 3], [4, 1]]
 _SUFFIXES = (".html", ".svg", ".png", ".pdf", ".json")
+
+
+def colors_of(names: Sequence[Any]) -> list[str]:
+    """The color of each name; one without a meaning gets a color that is neither paper nor ours."""
+    known = [
+        max((key for key in _MEANINGS if str(name).startswith(key)), key=len, default=None)
+        for name in names
+    ]
+    free = [*(c for c in _OTHERS if c not in {_MEANINGS[k] for k in known if k}), *_OTHERS]
+    return [
+        _MEANINGS[key] if key else free[known[:place].count(None) % len(free)]
+        for place, key in enumerate(known)
+    ]
 
 
 def told_apart(
@@ -27,14 +57,14 @@ def told_apart(
     names: Sequence[str],
     *,
     title: str | None = None,
-    colors: list[str] = SCALE,
+    colors: list[str] | None = None,
     dashes: list[list[int]] = _DASHES,
     **legend: Any,
 ) -> dict[str, Any]:
     """Color and dash of lines by the name in a field, in this order, under one legend."""
     names = list(names)
     shown = alt.Legend(title=title, orient="top", **{"labelLimit": 400, **legend})
-    color = alt.Scale(domain=names, range=colors[: len(names)])
+    color = alt.Scale(domain=names, range=colors or colors_of(names))
     dash = alt.Scale(domain=names, range=dashes[: len(names)])
     return {
         "color": alt.Color(f"{field}:N", scale=color, legend=shown, sort=names),

@@ -38,21 +38,40 @@ class Section:
     """The same, behind the chart."""
     script: str = ""
     """JavaScript of our own, run once after the page is there."""
+    group: str = ""
+    """Heading of the contents that it stands under."""
+    folded: str = ""
+    """Markdown for who wants it: settings, caveats; a click shows it."""
+    is_folded: bool = False
+    """Whether all of it waits for a click."""
 
 
 def render_page(
-    title: str, sections: Sequence[Section], *, intro: str = "", footer: str = ""
+    title: str,
+    sections: Sequence[Section],
+    *,
+    intro: str = "",
+    opening: str = "",
+    footer: str = "",
 ) -> str:
-    """Make the HTML text; every string is escaped, nothing is fetched when it is read."""
-    scripts = [section.script for section in sections if section.script]
-    if scripts or any(section.chart for section in sections):
+    """Make the HTML text; every string is escaped, nothing is fetched when it is read.
+
+    `opening` is HTML of a template of ours, what a reader sees first, below the intro.
+    """
+    scripts = [asset("page.js"), *(section.script for section in sections if section.script)]
+    if any(section.chart or section.script for section in sections):
         bundle: str = vl_convert.javascript_bundle()  # type: ignore[call-arg]
-        vega = bundle.replace("</script", "<\\/script")
-        scripts = [vega, asset("page.js"), *scripts, "locater.drawAll();"]
+        scripts = [bundle.replace("</script", "<\\/script"), *scripts]
+    scripts.append("locater.start();")
+    groups: dict[str, list[Section]] = {}
+    for section in sections:
+        groups.setdefault(section.group, []).append(section)
     return _templates("locater.report").get_template("page.html").render(
         title=title,
         sections=sections,
+        groups=groups,
         intro=intro,
+        opening=opening,
         footer=footer,
         policy=_policy(scripts),
         style=asset("page.css"),
@@ -103,6 +122,7 @@ def _templates(room: str) -> Environment:
     environment.filters |= {
         "markdown": _markdown,
         "json": script_json,
+        "plain": lambda text: re.sub(r"[*`\[\]]|\(#.*?\)", "", text).strip(),
         "described": lambda spec: " ".join(dict.fromkeys(_descriptions(spec))),
     }
     return environment

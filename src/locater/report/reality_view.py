@@ -12,14 +12,16 @@ from locater.files import write_file
 from locater.reality.against_theory import Reality
 from locater.reality.predictions import COLUMNS
 from locater.report.charts import (
+    INK,
     SCALE,
+    colors_of,
     rho_axis,
     save_chart,
     specification,
     theta_axis,
     told_apart,
 )
-from locater.report.page import Section, asset, render_page
+from locater.report.page import Section, render_page
 from locater.report.tables import Columns, markdown_table, plain_markdown
 
 Record = dict[str, Any]
@@ -69,7 +71,7 @@ def profile_panels(records: Sequence[Record], *, title: str = "", columns: int =
         )
         points = (
             alt.Chart(alt.Data(values=seen))
-            .mark_circle(color="#222", size=14, opacity=1)
+            .mark_circle(color=INK, size=14, opacity=1)
             .encode(x=position, y=height, tooltip=["theta:Q", "rho:Q"])
         )
         charts.append(
@@ -96,13 +98,11 @@ def error_chart(layers: Sequence[Record], *, title: str = "") -> Any:
         for layer in layers
         for label, key in kinds.items()
     ]
-    lines = [*SCALE, "#999933", "#882255", "#44AA99"][: len(kinds) - 1]
-    palette = [*lines, "#888888"]
     color = alt.Color(
         "prediction:N",
         title=None,
         sort=list(kinds),
-        scale=alt.Scale(domain=list(kinds), range=palette),
+        scale=alt.Scale(domain=list(kinds), range=colors_of(list(kinds))),
     )
     return (
         alt.Chart(
@@ -162,12 +162,18 @@ def entropy_chart(heads: Sequence[Record], *, column: str = "given_query", title
 
 def save_reality(reality: Reality, path: Path, *, title: str) -> Path:
     """Write a page (.html) with figures and tables, or the ρ panels alone as a figure."""
-    panels = profile_panels(profile_records(reality), title=f"{title}: where the gates open")
+    panels = profile_panels(profile_records(reality), title=f"{title}: which tokens are on")
     if path.suffix != ".html":
         return save_chart(panels, path)
     layers, heads = reality.layer_rows(), reality.rows()
     worst = sorted(heads, key=lambda row: -row["rho_error_full"])[:20]
     sections = [
+        Section(
+            key="entropy",
+            title="Entropy, predicted and measured",
+            chart=specification(entropy_chart(heads)),
+            caption="Every head; prediction from full moments, given the query.",
+        ),
         Section(
             key="profiles",
             title="ρ by position",
@@ -179,12 +185,6 @@ def save_reality(reality: Reality, path: Path, *, title: str) -> Path:
             title="Error by layer",
             chart=specification(error_chart(layers, title="Mean error of ρ")),
             text=_layer_table(layers),
-        ),
-        Section(
-            key="entropy",
-            title="Entropy, predicted and measured",
-            chart=specification(entropy_chart(heads)),
-            caption="Every head; prediction from full moments, given the query.",
         ),
         Section(
             key="worst",
@@ -276,7 +276,7 @@ def league_chart(rows: Sequence[Record], *, title: str = "") -> Any:
         .encode(
             x=alt.X("orders:Q", title="rank correlation with what it is about"),
             y=alt.Y("theory:N", sort=names, title=None, axis=alt.Axis(labelLimit=280)),
-            color=alt.Color("about:N", scale=alt.Scale(range=SCALE)),
+            color=alt.Color("about:N", scale=alt.Scale(range=SCALE[2:])),
             tooltip=["theory:N", "by:N", "about:N", alt.Tooltip("orders:Q", format=".2f")],
         )
         .properties(description="Bars: rank correlation of heads, one bar for every theory")
@@ -298,7 +298,6 @@ def save_league(league: Record, path: Path, *, title: str) -> Path:
             "bound. orders: rank correlation of heads with what the theory is about, 1 where its "
             "order is right; *with …*: the same, signed, with other things measured. A click on a "
             "title sorts.\n\n" + markdown_table(league["theories"], LEAGUE, is_plain=True),
-            script=asset("sort.js"),
         ),
         Section(
             key="order",
@@ -380,7 +379,7 @@ def save_what_if(found: Record, path: Path, *, known: int) -> Path:
         Section(key="change", title="Before and after", chart=specification(chart),
                 caption="The bar is the change's: nine of ten measured changes of real heads lay "
                 "within it. Best guess: the change on top of what you measured."),
-        Section(key="heads", title="Every head", script=asset("sort.js"),
+        Section(key="heads", title="Every head",
                 text=markdown_table(found["heads"], columns)),
     ]  # fmt: skip
     intro = (

@@ -85,6 +85,7 @@ def terminal_table(
         title_justify="left",
         box=SIMPLE_HEAD if is_compact else HEAVY_HEAD,
         pad_edge=not is_compact,
+        padding=(0, 1, 0, 0) if is_compact else (0, 1),
     )
     for name in columns:
         table.add_column(name, justify="left" if name in left else "right", no_wrap=is_compact)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from locater.paper.claims import Outcome, Verdict
-from locater.paper.lab.presets import PAIR, Setting, Sweep, sweep_named
+from locater.paper.lab.presets import PAIR, READINGS, Setting, Sweep, sweep_named
 from locater.paper.lab.run import Run
 from locater.paper.lab.summary import (
     ENTROPY,
@@ -33,13 +33,6 @@ from locater.report.tables import markdown_table
 
 Runs = Mapping[str, Run]
 Regimes = Mapping[str, tuple[Sweep, Runs]]
-READINGS = {
-    "printed": "following the text",
-    "swapped": "following the captions, beside the mean loss",
-    "printed-sum-normalized": "following the text, beside the summed loss",
-    "swapped-sum-normalized": "following the captions",
-}
-"""The text and the captions disagree on which weight is which."""
 OTHER_WAYS = ("qk-norm", "sigma-reparam", "dropout .3", "weight decay 1")
 SINGLE_TERMS = ("scale term .01", "scale term 1", "mean term 1", "mean term 100")
 
@@ -259,6 +252,26 @@ def protocol_table(regimes: Regimes) -> str:
         "entropy, nats": ENTROPY.name, "seeds": "seeds",
     }  # fmt: skip
     return markdown_table(rows, columns) + "\n"
+
+
+def protocol_finding(regimes: Regimes) -> str:
+    """What the finished comparisons come to, with each one's number; empty while there is none."""
+    found = {name: pair for name, pair in primary(regimes).items() if pair[0].differences}
+    words = {one.finding for pair in found.values() for one in pair}
+    lead = (
+        "Whether LocAteR lowers perplexity depends on how much text there is and on the reading"
+        if len(words) > 1
+        else f"The perplexity with LocAteR is {''.join(words)}, in every regime that was run"
+    )
+    told = "; ".join(
+        f"{REGIMES[name]}: "
+        + ", ".join(
+            f"{one.words} {READINGS[reading]} ({PERPLEXITY.text(one.differences)})"
+            for reading, one in zip(PAIR, pair, strict=True)
+        )
+        for name, pair in found.items()
+    )
+    return f"**{lead}.** Change at the best step, {told}." if found else ""
 
 
 def effects(regimes: Regimes) -> list[dict[str, Any]]:

@@ -11,12 +11,11 @@ from typing import Any
 import altair as alt
 
 from locater.errors import InputError
-from locater.paper.lab.claims import READINGS
-from locater.paper.lab.presets import PAIR, Setting, Sweep
+from locater.paper.lab.presets import PAIR, READINGS, Setting, Sweep
 from locater.paper.lab.run import Run
 from locater.paper.lab.settings import TrainConfig
 from locater.paper.lab.summary import ended, summarize
-from locater.report.charts import SCALE, specification, told_apart
+from locater.report.charts import INK, SCALE, specification, told_apart
 from locater.report.page import Section
 from locater.report.tables import markdown_table
 
@@ -99,7 +98,7 @@ def curves_chart(sweep: Sweep, runs: Mapping[str, Run]) -> alt.VConcatChart:
 
 
 def heat_chart(sweep: Sweep, runs: Mapping[str, Run], *, seed: int = 0) -> alt.VConcatChart:
-    """Fig. 7: which tokens' gates are open, at each step of training, with and without LocAteR."""
+    """Fig. 7: which tokens are on, at each step of training, with and without LocAteR."""
     found = [(s, runs.get(replace(s.config, seed=seed).digest)) for s in sweep.settings]
     panels = [
         gates_chart(setting_name(setting), run).properties(
@@ -227,7 +226,7 @@ def _panel(
         "kappa",
         labels,
         title="κ₂",
-        colors=["#222222", SCALE[5], SCALE[2], SCALE[4], SCALE[3], SCALE[0]],
+        colors=[INK, SCALE[5], SCALE[2], SCALE[4], SCALE[3], "#882255"],
         dashes=[[4, 3], *([[1, 0]] * 5)],
         symbolType="stroke",
         symbolStrokeWidth=2,
@@ -254,12 +253,9 @@ def _panel(
 
 
 def _reading_title(reading: str) -> str:
-    return {
-        "printed": "κ₁ = 100 on the scale, κ₂ on the mean (as printed), beside the mean loss",
-        "swapped": "κ₁ = 100 on the mean, κ₂ on the scale (as captioned), beside the mean loss",
-        "printed-sum-normalized": "as printed, beside the summed loss (κ/4096)",
-        "swapped-sum-normalized": "as captioned, κ₁ on the mean, beside the summed loss (κ/4096)",
-    }.get(reading, reading)
+    """Which of the paper's two weights is on what."""
+    first, second = ("scale", "mean") if reading.startswith("printed") else ("mean", "scale")
+    return f"{READINGS[reading]}: κ₁ = 100 on the {first}, κ₂ on the {second}"
 
 
 def _band_note(counts: Sequence[int]) -> str:
@@ -288,7 +284,7 @@ def run_sections(runs: Sequence[Run]) -> list[Section]:
             sections.append(
                 Section(
                     key=f"run-{place}",
-                    title=f"Where the gates are open: {label}",
+                    title=f"Which tokens are on: {label}",
                     chart=specification(gates_chart(label, run)),
                     caption="Signal propagation probability of the first layer by token, over the "
                     "steps of training.",
@@ -355,13 +351,12 @@ def _settings(labels: Sequence[str], runs: Sequence[Run]) -> Section:
 
 SHORT = {"none": NONE} | {name: READINGS[name] for name in PAIR}
 """The methods of the protocol's main comparisons, in a legend."""
-_COLORS = ["#222222", SCALE[0], SCALE[2]]
 _DASHES = [[4, 3], [1, 0], [1, 0]]
 
 
 def bands_chart(regimes: Mapping[str, tuple[Sweep, Mapping[str, Run]]]) -> alt.TopLevelMixin:
     """Perplexity on the whole valid text over training, a band over seeds, a dot at the best."""
-    panels = [_bands(sweep, runs) for sweep, runs in regimes.values()]
+    panels = [_bands(sweep, runs) for sweep, runs in regimes.values() if runs]
     title = alt.Title(
         "When models see their text again and again",
         subtitle="mean and range over seeds; dots: each run at its best",
@@ -387,7 +382,7 @@ def _bands(sweep: Sweep, runs: Mapping[str, Run]) -> Any:
             )  # fmt: skip
     floor = min((record["low"] for record in lines), default=1.0)
     lines = [record for record in lines if record["perplexity"] < 2.5 * floor]
-    looks = told_apart("method", list(SHORT.values()), title=None, colors=_COLORS, dashes=_DASHES)
+    looks = told_apart("method", list(SHORT.values()), title=None, dashes=_DASHES)
     y = alt.Y("perplexity:Q", title="valid perplexity", scale=alt.Scale(zero=False))
     base = alt.Chart(alt.Data(values=lines)).encode(alt.X("step:Q"), color=looks["color"])
     dots = alt.Chart(alt.Data(values=best)).mark_point(filled=True, size=40)
@@ -404,10 +399,7 @@ def _bands(sweep: Sweep, runs: Mapping[str, Run]) -> Any:
 def effects_chart(records: Sequence[Record]) -> alt.TopLevelMixin:
     """What each reading does to perplexity, against how much text there is."""
     order = list(dict.fromkeys(record["regime"] for record in records))
-    looks = told_apart(
-        "reading", list(SHORT.values())[1:], title=None,
-        colors=_COLORS[1:], dashes=_DASHES[1:],
-    )  # fmt: skip
+    looks = told_apart("reading", list(SHORT.values())[1:], title=None, dashes=_DASHES[1:])
     base = alt.Chart(alt.Data(values=list(records))).encode(
         x=alt.X("regime:N", sort=order, title=None, axis=alt.Axis(labelAngle=0, labelLimit=200)),
         xOffset=alt.XOffset("reading:N"),

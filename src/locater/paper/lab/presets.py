@@ -5,19 +5,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from locater.errors import ConfigError, check_choice
 from locater.paper.lab.settings import TrainConfig
 
-Reading = Literal["printed", "swapped", "printed-sum-normalized", "swapped-sum-normalized"]
-READINGS: tuple[Reading, ...] = (
-    "printed",
-    "swapped",
-    "printed-sum-normalized",
-    "swapped-sum-normalized",
-)
-PAIR: tuple[Reading, ...] = ("printed", "swapped-sum-normalized")
+READINGS: dict[str, str] = {
+    "printed": "following the text",
+    "swapped": "following the captions, beside the mean loss",
+    "printed-sum-normalized": "following the text, beside the summed loss",
+    "swapped-sum-normalized": "following the captions",
+}
+"""The paper's text and its captions disagree on which weight is which."""
+PAIR: tuple[str, ...] = ("printed", "swapped-sum-normalized")
 """The text's reading and the captions', each beside the loss that it goes with."""
 KAPPAS = (0.0, 1e-3, 1e-2, 1e-1, 1.0)
 """κ₂ of Figs. 6 and 8-12."""
@@ -100,7 +100,7 @@ def modern() -> TrainConfig:
                 clip=1.0, weight_decay=0.1, learning_rate=2e-3)  # fmt: skip
 
 
-def with_locater(config: TrainConfig, reading: Reading, kappa: float) -> TrainConfig:
+def with_locater(config: TrainConfig, reading: str, kappa: float) -> TrainConfig:
     """κ₁ = 100 and κ₂ under a reading of the paper.
 
     `printed` is the text: κ₁ weighs the scale, κ₂ the mean.  `swapped` is what the captions
@@ -121,7 +121,7 @@ def with_locater(config: TrainConfig, reading: Reading, kappa: float) -> TrainCo
 
 def _settings(
     config: TrainConfig,
-    readings: Sequence[Reading],
+    readings: Sequence[str],
     kappas: Sequence[float],
     *,
     group: str = "",
@@ -133,7 +133,7 @@ def _settings(
         for kappa in kappas:
             found.append(
                 Setting(
-                    label=f"{prefix}{reading}, κ₂ = {kappa:g}",
+                    label=f"{prefix}{READINGS[reading]}, κ₂ = {kappa:g}",
                     config=with_locater(config, reading, kappa),
                     group=group,
                     reading=reading,
@@ -146,7 +146,7 @@ def _settings(
 def _figure(name: str, *, cpu: bool) -> Sweep:
     dim, layers = _FIGURES[name]
     config = base(dim, layers, cpu=cpu)
-    readings = PAIR if cpu else READINGS
+    readings = PAIR if cpu else tuple(READINGS)
     kappas: tuple[float, ...] = KAPPAS
     if cpu and layers > 1:  # hours, not days: the two ends, or the one that is recommended
         kappas = (1.0,) if name == "fig12" else (0.0, 1.0)
@@ -198,8 +198,8 @@ def _target(config: TrainConfig) -> Sweep:
 
 def _covariance(config: TrainConfig) -> Sweep:
     pulls = {
-        f"{reading}, κ₂ = 1": with_locater(config, reading, 1.0).changes()
-        for reading in READINGS[:2]
+        f"{READINGS[reading]}, κ₂ = 1": with_locater(config, reading, 1.0).changes()
+        for reading in tuple(READINGS)[:2]
     } | {"target 4 λ": _at_target(4.0)}
     changes = {
         f"{label}, on {form}": {**pull, "covariance": kind}
@@ -274,7 +274,7 @@ def compared(
             is_reading = method in READINGS
             settings.append(
                 Setting(
-                    label=f"{where}, {method}" if where else method,
+                    label=", ".join(filter(None, (where, READINGS.get(method, method)))),
                     config=with_method(replace(config, **changes), method),
                     group=where,
                     reading=method if is_reading else "",
@@ -376,7 +376,7 @@ def _protocol() -> list[Sweep]:
 def _rivals(config: TrainConfig, name: str, question: str) -> Sweep:
     rivals: tuple[Any, ...] = ("sigma-reparam", "qk-norm", "qk-clip", "qk-weight-decay")
     others = [Setting(label=one, config=replace(config, stabilizer=one)) for one in rivals]
-    settings = (*_settings(config, READINGS, (1.0,)), *others)
+    settings = (*_settings(config, tuple(READINGS), (1.0,)), *others)
     return Sweep(name=name, question=question, settings=settings)
 
 
@@ -408,7 +408,7 @@ def _sweeps() -> dict[str, Sweep]:
         Sweep(
             name="normalization-cpu",
             question=question,
-            settings=tuple(_settings(small, READINGS, (0.0, 1.0))),
+            settings=tuple(_settings(small, tuple(READINGS), (0.0, 1.0))),
         ),
         _ablation(small),
         _target(small),

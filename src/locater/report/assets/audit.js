@@ -25,6 +25,16 @@
     });
     audit.find = new Map(audit.row.map((row, k) => [`${audit.modules[row]} ${audit.head[k]}`, k]));
   }
+  // the address of a head, and the head of an address
+  const addressOf = (audit, k) => locater.anchor(audit.layers[audit.row[k]], audit.head[k]);
+  function addressed() {
+    const wanted = decodeURIComponent(location.hash.slice(1));
+    for (const audit of audits) {
+      const k = audit.row.findIndex((_, place) => addressOf(audit, place) === wanted);
+      if (k >= 0) return keyOf(audit, k);
+    }
+    return null;
+  }
   const keyOf = (audit, k) => `${audit.modules[audit.row[k]]} ${audit.head[k]}`;
 
   function value(audit, k, column) {
@@ -150,7 +160,7 @@
     if (audit.cells.length) audit.cells[0].tabIndex = 0;
     table.addEventListener("click", event => {
       const cell = event.target.closest("td[data-head]");
-      if (cell) choose(keyOf(audit, Number(cell.dataset.head)), cell);
+      if (cell) pick(keyOf(audit, Number(cell.dataset.head)), cell);
     });
     table.addEventListener("keydown", event => step(event, table, audit));
     const figure = document.createElement("figure"), box = make("div", "", {class: "table"});
@@ -165,7 +175,7 @@
     if (!cell) return;
     if (event.key === "Enter" || event.key === " ") {
       event.preventDefault();
-      choose(keyOf(audit, Number(cell.dataset.head)), cell);
+      pick(keyOf(audit, Number(cell.dataset.head)), cell);
       return;
     }
     const line = [...cell.parentNode.children], column = line.indexOf(cell);
@@ -211,6 +221,13 @@
     }
   }
 
+  // what the reader chose stays in the address, so that it can be sent and survives a reload
+  function pick(key, cell) {
+    choose(key, cell);
+    const holder = audits.find(audit => audit.find.has(key));
+    history.replaceState(null, "", "#" + addressOf(holder, holder.find.get(key)));
+  }
+
   function choose(key, cell) {
     current = key;
     for (const audit of audits) {
@@ -220,7 +237,9 @@
     }
     if (cell) focusOn(cell.closest("table"), cell);
     const holder = audits.find(audit => audit.find.has(key)), at = holder.find.get(key);
-    byId("head-name").textContent = `${holder.modules[holder.row[at]]}, head ${holder.head[at]}`;
+    const name = make("a", `layer ${holder.layers[holder.row[at]]} head ${holder.head[at]}`,
+      {href: "#" + addressOf(holder, at)});
+    byId("head-name").replaceChildren(name, ` (${holder.modules[holder.row[at]]})`);
     byId("head-verdicts").replaceChildren(...audits.map(audit => {
       const k = audit.find.get(key), line = make("p");
       if (several) line.append(make("strong", audit.label), ": ");
@@ -285,7 +304,7 @@
       const button = make("button", `layer ${audit.layers[audit.row[k]]}, head ${audit.head[k]}`,
         {type: "button", class: "pick"});
       button.addEventListener("click", () => {
-        choose(keyOf(audit, k));
+        pick(keyOf(audit, k));
         byId("head").scrollIntoView();
       });
       cell.append(button);
@@ -315,5 +334,13 @@
   drawMaps();
   rank();
   const holder = audits.find(audit => audit.row.length);
-  choose(keyOf(holder, holder.concern.indexOf(0)));
+  choose(addressed() ?? keyOf(holder, holder.concern.indexOf(0)));
+  const show = () => {
+    const key = addressed();
+    if (key === null) return;
+    choose(key);
+    byId("head").scrollIntoView();
+  };
+  addEventListener("hashchange", show);
+  byId("head-rho").addEventListener("drawn", show, {once: true});
 })();
