@@ -30,7 +30,7 @@ check: .venv/installed-dev
 
 # kills, full disks, mutated files, hostile pages: about an hour
 drill: .venv/installed-dev browser
-	@$(BIN)/python -m pytest -m "drill" tests/drills -s -q
+	@$(BIN)/python -m pytest -m drill tests/drills -s -v -n auto --dist worksteal --durations 0
 
 # the guides, commands and public names as a site, in out/site; a dead link is an error
 docs: .venv/installed-dev

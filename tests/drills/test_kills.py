@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -23,19 +23,37 @@ import pytest
 pytestmark = pytest.mark.drill
 Keep = Callable[[dict[str, float]], None]
 Kill = Callable[[int, random.Random], bool]
+HANGS = 1200  # seconds, where a command takes half a minute: machines are busy
 
 TRAIN = ["train", "--preset", "tiny", "--steps", "60", "--evaluations", "5", "--measure-every", "7",
-         "--checkpoint-every", "10"]  # fmt: skip
-SWEEP = ["sweep", "tiny", "--seeds", "3", "--workers", "2"]
-SIMULATE = ["simulate", "fig5", "--panels", "Σ = I", "--draws", "40", "--sequences", "400"]
+         "--checkpoint-every", "10", "--out", "in/run"]  # fmt: skip
+SWEEP = ["sweep", "tiny", "--seeds", "3", "--workers", "2", "--out", "in/runs",
+         "--results", "in/results"]  # fmt: skip
+SIMULATE = ["simulate", "fig5", "--panels", "Σ = I", "--draws", "40", "--sequences", "400",
+            "--workers", "2", "--store", "in/store", "--out", "in/f.json"]  # fmt: skip
 TRIAL = ["trial", "demo", "--methods", "none,qk-clip", "--learning-rates", "1e-3,1e-2", "--steps",
-         "6", "--seeds", "2", "--tokens", "16"]  # fmt: skip
-REPRODUCE = ["reproduce", "--only", "fig1,fig2,fig4,claims", "--no-exports"]
+         "6", "--seeds", "2", "--tokens", "16", "--store", "in/store",
+         "--out", "in/t.json"]  # fmt: skip
+REPRODUCE = ["reproduce", "--only", "fig1,fig2,fig4,claims", "--no-exports", "--out", "in/page"]
+COMMANDS = [TRAIN, SWEEP, SIMULATE, TRIAL, REPRODUCE]
+"""Each writes into the folder `in` alone."""
+RESULTS = ("*.json", "page/*.html", "store/**/*.json", "results/*", "**/metrics.jsonl",
+           "**/*.safetensors")  # fmt: skip
 
 
-def started(arguments: list[str], here: Path) -> subprocess.Popen[bytes]:
+def results(here: Path) -> dict[str, bytes]:
+    """What a command is for, file by file; a page without the seconds that it took."""
+    files = {path for pattern in RESULTS for path in (here / "in").glob(pattern)}
+    seconds = rb"(Made by locater \S+) in \d+ s"
+    return {
+        str(path.relative_to(here / "in")): re.sub(seconds, rb"\1", path.read_bytes())
+        for path in sorted(files)
+    }
+
+
+def started(arguments: list[str], here: Path, by: Sequence[str] = ()) -> subprocess.Popen[bytes]:
     """The command in a session of its own."""
-    program = [sys.executable, "-m", "locater.cli", *arguments]
+    program = [*by, sys.executable, "-m", "locater.cli", *arguments]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "start_new_session": True}
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(program, cwd=here, env=env, **quiet)  # type: ignore[call-overload]
@@ -43,7 +61,7 @@ def started(arguments: list[str], here: Path) -> subprocess.Popen[bytes]:
 
 def finished(process: subprocess.Popen[bytes]) -> None:
     """Wait for its end, which has to be a good one."""
-    said = process.communicate(timeout=600)[1]
+    said = process.communicate(timeout=HANGS)[1]
     assert process.returncode == 0, said.decode()[-2000:]
 
 
@@ -100,13 +118,7 @@ def settled(session: int, seconds: float = 120.0) -> None:
 
 
 def drill(
-    arguments: list[str],
-    result: Callable[[Path], object],
-    here: Path,
-    *,
-    kills: int,
-    seed: int,
-    kill: Kill = everybody,
+    arguments: list[str], here: Path, *, kills: int, seed: int, kill: Kill = everybody
 ) -> dict[str, float]:
     """Start it again and again and kill it at random moments; whenever it ends, compare.
 
@@ -120,7 +132,8 @@ def drill(
         time.sleep(0.02)
     first = time.monotonic() - began
     finished(process)
-    lasted, expected = time.monotonic() - began, result(whole)
+    lasted, expected = time.monotonic() - began, results(whole)
+    assert expected
     draw, landed, ends = random.Random(seed), 0, 0
     while landed < kills:
         folder = here / f"killed-{ends}"
@@ -132,7 +145,7 @@ def drill(
             except subprocess.TimeoutExpired:
                 landed += kill(process.pid, draw)
             try:
-                said = process.communicate(timeout=300)[1].decode()
+                said = process.communicate(timeout=HANGS)[1].decode()
             except subprocess.TimeoutExpired:
                 everybody(process.pid, draw)
                 raise AssertionError(f"it hangs after kill {landed}") from None
@@ -143,22 +156,11 @@ def drill(
                 break
         else:
             finished(started(arguments, folder))
-        assert result(folder) == expected, f"after kill {landed}"
+        assert results(folder) == expected, f"after kill {landed}"
         shutil.rmtree(folder)
         ends += 1
     return {"kills": landed, "ends": ends, "seconds of one": round(lasted, 1),
             "seconds of all": round(time.monotonic() - began)}  # fmt: skip
-
-
-def bytes_of(*patterns: str) -> Callable[[Path], object]:
-    """The contents of all files that match."""
-
-    def read(folder: Path) -> object:
-        files = sorted(path for pattern in patterns for path in folder.glob(pattern))
-        assert files
-        return {str(path.relative_to(folder)): path.read_bytes() for path in files}
-
-    return read
 
 
 @pytest.fixture(autouse=True)
@@ -175,9 +177,9 @@ def table(
     yield keep
 
 
-def test_training(tmp_path: Path, seed: int, table: Keep) -> None:
-    result = bytes_of("run/metrics.jsonl", "run/checkpoints/*/*.safetensors")
-    table(drill([*TRAIN, "--out", "run"], result, tmp_path, kills=50, seed=seed))
+@pytest.mark.parametrize("arguments", [TRAIN, TRIAL, REPRODUCE], ids=lambda a: a[0])
+def test_commands(arguments: list[str], tmp_path: Path, seed: int, table: Keep) -> None:
+    table(drill(arguments, tmp_path, kills=50, seed=seed))
 
 
 @pytest.mark.parametrize(
@@ -186,9 +188,7 @@ def test_training(tmp_path: Path, seed: int, table: Keep) -> None:
 )  # fmt: skip
 def test_sweeps(kill: Kill, kills: int, tmp_path: Path, seed: int, table: Keep) -> None:
     """A worker that is killed is replaced within the same command; a parent takes all with it."""
-    result = bytes_of("runs/*/metrics.jsonl", "runs/*/checkpoints/*/*.safetensors", "results/*")
-    arguments = [*SWEEP, "--out", "runs", "--results", "results"]
-    table(drill(arguments, result, tmp_path, kills=kills, seed=seed, kill=kill))
+    table(drill(SWEEP, tmp_path, kills=kills, seed=seed, kill=kill))
 
 
 @pytest.mark.parametrize(
@@ -200,81 +200,85 @@ def test_sweeps(kill: Kill, kills: int, tmp_path: Path, seed: int, table: Keep) 
 def test_simulations(
     engine: str, kill: Kill, kills: int, tmp_path: Path, seed: int, table: Keep
 ) -> None:
-    where = ["--engine", engine, "--workers", "2", "--store", "store", "--out", "f.json"]
-    result = bytes_of("f.json")
-    table(drill([*SIMULATE, *where], result, tmp_path, kills=kills, seed=seed, kill=kill))
+    arguments = [*SIMULATE, "--engine", engine]
+    table(drill(arguments, tmp_path, kills=kills, seed=seed, kill=kill))
 
 
-def test_trials(tmp_path: Path, seed: int, table: Keep) -> None:
-    result = bytes_of("store/**/*.json", "trial.json")
-    arguments = [*TRIAL, "--store", "store", "--out", "trial.json"]
-    table(drill(arguments, result, tmp_path, kills=50, seed=seed))
+def said(process: subprocess.Popen[bytes]) -> str:
+    """What it said until its end, which is a good one or an error with a way out."""
+    text = process.communicate(timeout=HANGS)[1].decode()
+    assert process.returncode in (0, 1), text
+    assert "Traceback" not in text, text
+    assert process.returncode == 0 or "hint:" in text, text
+    return text
 
 
-def test_reproduce(tmp_path: Path, seed: int, table: Keep) -> None:
-    def result(folder: Path) -> object:
-        page = (folder / "out/index.html").read_text()
-        return re.sub(r"(Made by locater \S+) in \d+ s", r"\1", page)
+def alone(arguments: list[str], here: Path) -> dict[str, bytes]:
+    """The results of the command where nothing goes wrong."""
+    here.mkdir()
+    finished(started(arguments, here))
+    return results(here)
 
-    table(drill([*REPRODUCE, "--out", "out"], result, tmp_path, kills=50, seed=seed))
 
-
-def test_two_processes_on_one_folder(tmp_path: Path) -> None:
-    """One of them trains, the other says so and harms nothing."""
-    finished(started([*TRAIN, "--out", "alone"], tmp_path))
-    pair = [started([*TRAIN, "--out", "run"], tmp_path) for _ in range(2)]
-    ends = [process.communicate()[1].decode() for process in pair]
-    codes = [process.returncode for process in pair]
-    assert 0 in codes
-    for code, said in zip(codes, ends, strict=True):
-        assert code == 0 or ("hint:" in said and "Traceback" not in said), said
-    read = bytes_of("*/metrics.jsonl")(tmp_path)
-    assert isinstance(read, dict)
-    assert read["run/metrics.jsonl"] == read["alone/metrics.jsonl"]
+@pytest.mark.parametrize("arguments", COMMANDS, ids=lambda a: a[0])
+def test_two_processes_on_one_folder(arguments: list[str], tmp_path: Path) -> None:
+    """One does the work; the other ends as well or says so, and harms nothing."""
+    expected = alone(arguments, tmp_path / "alone")
+    pair = [started(arguments, tmp_path) for _ in range(2)]
+    for process in pair:
+        said(process)
+    assert 0 in [process.returncode for process in pair]
+    assert results(tmp_path) == expected
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
-@pytest.mark.parametrize("arguments", [TRAIN, SWEEP, SIMULATE, REPRODUCE], ids=lambda a: a[0])
-def test_a_full_disk(arguments: list[str], tmp_path: Path) -> None:
-    """A disk that fills at every size from nothing up: an error with a hint; with room, the end."""
-    disk = tmp_path / "disk"
+@pytest.mark.parametrize("arguments", COMMANDS, ids=lambda a: a[0])
+def test_a_full_disk(arguments: list[str], tmp_path: Path, table: Keep) -> None:
+    """A disk that fills at every eighth of the way: an error with a hint; with room, the end.
+
+    In between nothing is there that is not whole, and no run says that it is finished without its
+    model.
+    """
+    expected, disk = alone(arguments, tmp_path / "alone"), tmp_path / "in"
+    used = sum(len(content) for content in expected.values())
     disk.mkdir()
-    out = {"simulate": ["--store", "disk/store", "--out", "disk/f.json"]}.get(
-        arguments[0], ["--out", "disk/out"]
-    )
     failed = 0
-    for kilobytes in (4, 16, 32, 64, 128, 256, 512, 1024, 4096):
-        size = f"size={kilobytes}k"
+    for part in range(8):
+        size = f"size={max(4096, used * part // 8)}"
         subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(disk)], check=True)
         try:
-            process = started([*arguments, *out], tmp_path)
-            said = process.communicate()[1].decode()
-            assert process.returncode in (0, 1), said
-            assert "Traceback" not in said, said
+            process = started(arguments, tmp_path)
+            said(process)
             failed += process.returncode
-            if process.returncode:
-                assert "hint:" in said
-                grow = "remount,size=512m"
-                subprocess.run(["mount", "-o", grow, str(disk)], check=True)
-                finished(started([*arguments, *out], tmp_path))
+            whole_or_absent(results(tmp_path), expected)
+            subprocess.run(["mount", "-o", "remount,size=512m", str(disk)], check=True)
+            finished(started(arguments, tmp_path))
+            assert results(tmp_path) == expected
         finally:
             subprocess.run(["umount", str(disk)], check=True)
+    table({"sizes": 8, "errors": failed, "kilobytes": used // 1024})
     assert failed
 
 
+def whole_or_absent(found: dict[str, bytes], expected: dict[str, bytes]) -> None:
+    """Of what was made so far; records of a run grow by lines, and end with a model."""
+    for name, content in found.items():
+        if name.endswith("metrics.jsonl"):
+            if b'"finished"' in content:
+                run = name.removesuffix("metrics.jsonl")
+                owed = {one for one in expected if one.startswith(run)}
+                assert owed <= found.keys(), owed - found.keys()
+        elif name in expected:
+            assert content == expected[name], name
+
+
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv (util-linux)")
-@pytest.mark.parametrize("arguments", [TRAIN, SWEEP, SIMULATE, REPRODUCE], ids=lambda a: a[0])
+@pytest.mark.parametrize("arguments", COMMANDS, ids=lambda a: a[0])
 def test_a_folder_that_may_not_be_written(arguments: list[str], tmp_path: Path) -> None:
     """As somebody to whom permissions mean something: one sentence, and a hint."""
-    locked = tmp_path / "locked"
-    locked.mkdir(mode=0o555)
-    flag = "--store" if arguments[0] == "simulate" else "--out"
+    (tmp_path / "in").mkdir(mode=0o555)
     plain = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search"]
-    program = [sys.executable, "-m", "locater.cli", *arguments, flag, str(locked / "out")]
-    done = subprocess.run(
-        [*(plain if os.geteuid() == 0 else []), *program],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 1, done.stderr
-    assert "hint:" in done.stderr
-    assert "Traceback" not in done.stderr
+    process = started(arguments, tmp_path, plain if os.geteuid() == 0 else [])
+    assert "hint:" in said(process)
+    assert process.returncode == 1
+    assert not results(tmp_path)
