@@ -60,19 +60,16 @@ def _print(reality: Reality, top: int) -> None:
     summary, best = reality.summary(), reality.layers[0].best
     rows = sorted(reality.rows(), key=lambda row: -row["rho_error_full"])
     columns: Columns = {
-        "layer": "layer",
-        "head": "head",
-        "entropy": "entropy:.3f",
-        "predicted": "entropy_full:.3f",
-        "on first key": "sink_mass:.3f",
-        "on itself": "own_mass:.3f",
-        "error in ρ: paper": "rho_error_printed:.3f",
-        COLUMNS[best]: f"rho_error_{best}:.3f",
-        "full moments": "rho_error_full:.3f",
+        "head": lambda row: f"layer {row['layer']} head {row['head']}",
+        "entropy": "entropy:.2f",
+        "pre-\ndicted": "entropy_full:.2f",
+        "error in\nρ: paper": "rho_error_printed:.3f",
+        COLUMNS[best].replace(" ", "\n", 1): f"rho_error_{best}:.3f",
+        "full\nmoments": "rho_error_full:.3f",
         "copied": "rho_error_copy:.3f",
         "why": lambda row: ", ".join(row["why"]["main"]),
     }
-    show(terminal_table(rows[: top or None], columns, left=["why"]))
+    show(terminal_table(rows[: top or None], columns, left=["head", "why"], is_compact=True))
     print(
         f"{summary['heads']} heads; moments of {reality.estimated_on} blocks of {reality.tokens} "
         f"tokens, measured on {reality.measured_on} others.\n"

@@ -30,9 +30,11 @@ class SweepCommand(EngineFlags):
     """Train every setting of a sweep with every seed, each run once; then a table and a figure."""
 
     name: str = ""
-    """May stand first, without --name: fig6 to fig12, fig6-cpu to fig12-cpu, normalization-cpu,
-    ablation-cpu, target-cpu, covariance-cpu, architectures-cpu, rivals-cpu, rivals-hot-cpu, tiny;
-    `all` for all that ends in -cpu."""
+    """May stand first, without --name: fig6 to fig12, fig6-cpu to fig12-cpu, fig6-quick and
+    fig7-quick; of docs/protocol.md: passes-0.6, passes-0.6-fp32, passes-3, passes-3-others,
+    passes-15, tuned, depth-3, depth-6, words, task-masked, task-digits, task-pre-ln, task-modern;
+    normalization-cpu, ablation-cpu, target-cpu, covariance-cpu, architectures-cpu, rivals-cpu,
+    rivals-hot-cpu, tiny; `all` for all that ends in -cpu."""
     data: str = ""
     """The text, as for `locater train`; by default the sweep's own from the hub."""
     out: Path = Path("out/lab")

@@ -33,7 +33,7 @@ class TrainCommand(TrainConfig):
     preset: str = "fig8-cpu"
     """Settings to start from: fig6 to fig12 and fig6-cpu to fig12-cpu without LocAteR;
     printed, swapped, printed-sum-normalized, swapped-sum-normalized with it, each also -cpu;
-    tiny."""
+    modern (RMSNorm, rotary, SwiGLU, several heads); tiny."""
     data: str = "embedded"
     """The text: `embedded`, `hub:wikitext-2`, a folder with train, valid and test, or a file."""
     out: Path = Path("out/train")

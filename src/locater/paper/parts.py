@@ -160,7 +160,7 @@ _FIG2 = partial(
     records=curves.rho_grid,
     chart=figures.rho_grid_chart,
     verdicts=claims.fig2_verdicts,
-    caption="With the right variance (light blue) attention localizes more sharply than printed "
+    caption="With the right variance (teal) attention localizes more sharply than printed "
     "(vermilion): at ξ = 10, η = 1 the peak is .91, not .36. At ξ = 0 it is the middle that stays "
     "on, not all tokens alike. At finite length (blue) and small η every token is on: the 1/T "
     "that the paper drops decides.",

@@ -9,6 +9,7 @@ from typing import Any
 
 from locater.errors import ConfigError, needing
 from locater.files import write_file
+from locater.report.page import Section, render_page
 
 with needing("altair or vl-convert-python", extra="report"):
     import altair as alt
@@ -23,11 +24,11 @@ INK = "#222222"
 _PRINTED, _OURS, *_OTHERS = SCALE
 _MEANINGS = {
     "as printed": _PRINTED, "following the text": _PRINTED,
-    "corrected": "#56B4E9",
+    "corrected": "#44AA99",
     "exact": _OURS, "Gaussian, exact": _OURS, "attained": _OURS, "piecewise": _OURS,
     "full moments": _OURS,
     "measured K": "#CC79A7", "+ means": "#E69F00", "+ rotation": "#009E73",
-    "exact walk": "#882255", "… exact law": "#999933", "full moments, Gaussian": "#44AA99",
+    "exact walk": "#882255", "… exact law": "#999933", "full moments, Gaussian": "#B8A02A",
     "clusters": "#AA4499",
     "measured": INK, "softmax": INK, "none": INK, "without": INK,
     "largest": "#888888", "noise": "#888888", "no theory": "#888888",
@@ -127,12 +128,12 @@ def check_suffix(path: Path) -> None:
 
 
 def save_chart(chart: alt.TopLevelMixin | dict[str, Any], path: Path) -> Path:
-    """Write a chart as .html (self-contained), .svg, .png, .pdf or .json (the specification)."""
+    """Write a chart as .html (a page, light or dark), .svg, .png, .pdf or .json (its data)."""
     check_suffix(path)
     spec = chart if isinstance(chart, dict) else specification(chart)
     kind = "vega" if "/schema/vega/" in spec.get("$schema", "") else "vegalite"
     writers: dict[str, Callable[[dict[str, Any]], str | bytes]] = {
-        ".html": lambda spec: getattr(vl_convert, f"{kind}_to_html")(spec, bundle=True),
+        ".html": lambda spec: render_page(path.stem, [Section(key="figure", title="", chart=spec)]),
         ".svg": getattr(vl_convert, f"{kind}_to_svg"),
         ".png": lambda spec: getattr(vl_convert, f"{kind}_to_png")(spec, scale=2),
         ".pdf": getattr(vl_convert, f"{kind}_to_pdf"),

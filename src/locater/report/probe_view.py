@@ -11,9 +11,9 @@ from locater.files import write_file
 
 Record = dict[str, Any]
 
-HEADS = ("layer", "head", "entropy", "of ln T", "ρ", "max logit", "first", "distance")
-"""Of a head: ρ is how often a token's gradient passes the softmax, "first" the attention on the
-first key, the distance that to the keys it looks at."""
+HEADS = ("layer", "head", "entropy", "/ ln T", "ρ", "largest logit", "on first key", "distance")
+"""Of a head: ρ is how often a token's gradient passes the softmax, the distance that to the keys it
+looks at."""
 LAYERS = ("layer", "similarity", "effective rank", "residual")
 
 

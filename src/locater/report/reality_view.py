@@ -103,6 +103,7 @@ def error_chart(layers: Sequence[Record], *, title: str = "") -> Any:
         title=None,
         sort=list(kinds),
         scale=alt.Scale(domain=list(kinds), range=colors_of(list(kinds))),
+        legend=alt.Legend(labelLimit=300),
     )
     return (
         alt.Chart(
@@ -353,7 +354,11 @@ def change_chart(rows: Sequence[Record], *, title: str = "") -> Any:
 
 def save_what_if(found: Record, path: Path, *, known: int) -> Path:
     """Write a page (.html) with a figure and a table that sorts, or the figure alone."""
-    done = {name: value for name, value in found["change"].items() if value not in (None, 1.0, "")}
+    done = {
+        name: value
+        for name, value in found["change"].items()
+        if value not in (None, 1.0, "", False)
+    }
     words = ", ".join(f"{name} {value}" for name, value in done.items())
     chart = change_chart(found["heads"], title=f"{found['model']}: {words}")
     if path.suffix != ".html":

@@ -134,7 +134,7 @@
     const top = make("tr", "", {role: "row"});
     top.append(make("td", "", {role: "presentation", style: "cursor: auto"}));
     for (const head of heads) {
-      top.append(make("th", head % 4 ? "" : String(head), {scope: "col", role: "columnheader",
+      top.append(make("th", head % 4 ? "·" : String(head), {scope: "col", role: "columnheader",
         "aria-label": `head ${head}`}));
     }
     const header = document.createElement("thead"), body = document.createElement("tbody");
@@ -319,7 +319,7 @@
     const width = byId("audit-maps").clientWidth;
     const room = width / (several && width > 640 ? 2 : 1) - 90;
     const heads = Math.max(...audits.map(audit => new Set(audit.head).size));
-    const size = Math.max(14, Math.min(22, Math.floor(room / heads) - 1));
+    const size = Math.max(14, Math.min(36, Math.floor(room / heads) - 1));
     byId("audit-maps").style.setProperty("--cell", `${size}px`);
   }
 

@@ -76,7 +76,9 @@ window.locater = (() => {
       if (["data", "datasets", "encoding", "config", "title"].includes(key)) result[key] = value;
       else if (isPanel && key === "width" && value?.step) result.width = {step: value.step * factor};
       else if (isPanel && key === "width" && typeof value === "number") result.width = value * factor;
-      else if (isPanel && key === "height" && typeof value === "number") {
+      else if (isPanel && key === "height" && value?.step) {
+        result.height = {step: value.step * Math.min(2, Math.max(1, Math.sqrt(factor)))};
+      } else if (isPanel && key === "height" && typeof value === "number") {
         result.height = value * Math.min(1.4, Math.max(1, Math.sqrt(factor)));
       } else result[key] = grown(value, factor);
     }
@@ -182,7 +184,8 @@ window.locater = (() => {
   const parts = [...document.querySelectorAll("details.part")];
   function fold() {
     if (innerWidth >= 640) return;
-    document.querySelector("details.contents").open = false;
+    const contents = document.querySelector("details.contents");
+    if (contents) contents.open = false;
     if (parts.length > 8) parts.slice(1).forEach(part => { part.open = false; });
   }
   function reveal() {
