@@ -316,11 +316,11 @@ def test_names_that_come_twice_are_found_in_time(tmp_path: Path) -> None:
     """200,000 names took minutes, each counted among all."""
     entry = '{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
     names = [f'"n{place}":{entry}' for place in range(200_000)]
-    head = ("{" + ",".join([*names, f'"n7":{entry}']) + "}").encode()
+    head = ("{" + ",".join([*names, names[-1]]) + "}").encode()
     path = tmp_path / "model.safetensors"
     path.write_bytes(len(head).to_bytes(8, "little") + head)
     began = time.process_time()
-    with pytest.raises(LocaterError, match="'n7' appears twice"):
+    with pytest.raises(LocaterError, match="'n199999' appears twice"):
         open_checkpoint(path)
     assert time.process_time() - began < 10
 
