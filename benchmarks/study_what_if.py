@@ -46,7 +46,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.page:
         studies = load(given.out)
-        print("wrote", update_page(given.page, lambda name: table(studies)))
+        print("wrote", update_page(given.page, lambda name: table(studies, name)))
         return
     model, tokenizer = load_model(given.model)
     text = read_text(given.text)
@@ -163,7 +163,7 @@ def load(folder: Path) -> dict[str, Any]:
     return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
 
 
-def table(studies: dict[str, Any]) -> str:
+def table(studies: dict[str, Any], _: str) -> str:
     """Mean (90th percentile) errors of entropy and what else was asked, one row for each change."""
     lines = []
     for study in studies.values():

@@ -92,14 +92,23 @@ def tables(page: str) -> list[tuple[str, str]]:
     return re.findall(r"<!-- results: (\S+) -->\n(.*?)<!-- end -->", text, re.DOTALL)
 
 
-def test_tables_of_theory_against_reality_are_those_of_the_studies() -> None:
-    draw = benchmark("draw_reality")
-    studies = draw.load(ROOT / "results" / "reality")
-    marks = tables("theory-vs-reality.md")
-    assert len(marks) > 10
+@pytest.mark.parametrize(
+    ("page", "script", "results", "count"),
+    [
+        ("theory-vs-reality", "draw_reality", "reality", 16),
+        ("real-models", "study_models", "reality/models", 3),
+        ("interventions", "study_interventions", "interventions", 5),
+        ("what-if", "study_what_if", "what-if", 1),
+        ("theories", "study_theories", "theories", 4),
+    ],
+)
+def test_tables_are_those_of_the_studies(page: str, script: str, results: str, count: int) -> None:
+    study = benchmark(script)
+    studies, marks = study.load(ROOT / "results" / results), tables(f"{page}.md")
+    assert len(marks) == count
     for name, table in marks:
-        # to mend it: python benchmarks/draw_reality.py results/reality docs/theory-vs-reality.md
-        assert table == draw.table(studies, name), name
+        # to mend it: python benchmarks/SCRIPT.py --page docs/PAGE.md (draw_reality: see its head)
+        assert table == study.table(studies, name), name
 
 
 def test_alarms_and_their_tables_say_what_the_study_found() -> None:

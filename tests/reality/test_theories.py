@@ -1,9 +1,7 @@
 """Everybody's formulas against their definitions, and the table against what heads do."""
 
-import importlib.util
 import json
 import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +31,6 @@ from locater.reality.theories import (
     symmetry,
     theories,
 )
-
-ROOT = Path(__file__).parents[2]
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -180,18 +176,3 @@ def test_the_command_prints_data_and_writes_a_page(
     assert len(data["theories"]) >= 20 and len(data["heads"]) == 8
     page = (tmp_path / "page.html").read_text()
     assert "random energies" in page and "aria-sort" in page
-
-
-def test_the_league_table_of_the_page_is_that_of_the_studies() -> None:
-    path = ROOT / "benchmarks" / "study_theories.py"
-    spec = importlib.util.spec_from_file_location("study_theories", path)
-    assert spec is not None and spec.loader is not None
-    study = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(study)
-    studies = study.load(ROOT / "results" / "theories")
-    text = (ROOT / "docs" / "theories.md").read_text()
-    marks = re.findall(r"<!-- results: (\S+) -->\n(.*?)<!-- end -->", text, re.DOTALL)
-    assert len(studies) >= 2 and len(marks) == 4
-    for name, table in marks:
-        # to mend it: python benchmarks/study_theories.py --page docs/theories.md
-        assert table == study.table(studies, name), name

@@ -1,10 +1,7 @@
 """What-ifs against doing it: to the model itself, or to tokens whose law is known."""
 
-import importlib.util
 import json
 import math
-import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -235,32 +232,3 @@ def test_nine_of_ten_real_changes_lie_within_the_bar() -> None:
     assert len(within) > 500
     assert 0.87 <= sum(within) / len(within) <= 0.95
     assert sum(wide) / len(wide) < 0.85
-
-
-def test_the_tables_of_interventions_are_those_of_the_studies() -> None:
-    root = Path(__file__).parents[2]
-    path = root / "benchmarks" / "study_interventions.py"
-    spec = importlib.util.spec_from_file_location("study_interventions", path)
-    assert spec is not None and spec.loader is not None
-    study = importlib.util.module_from_spec(spec)
-    sys.modules["study_interventions"] = study  # its dataclasses look there
-    spec.loader.exec_module(study)
-    studies = study.load(root / "results" / "interventions")
-    text = (root / "docs" / "interventions.md").read_text()
-    marks = re.findall(r"<!-- results: (\S+) -->\n(.*?)<!-- end -->", text, re.DOTALL)
-    assert len(studies) >= 3 and len(marks) == 4
-    for name, table in marks:
-        # to mend it: python benchmarks/study_interventions.py --page docs/interventions.md
-        assert table == study.table(studies, name), name
-
-
-def test_the_table_of_what_ifs_is_that_of_the_studies() -> None:
-    root = Path(__file__).parents[2]
-    spec = importlib.util.spec_from_file_location("what", root / "benchmarks/study_what_if.py")
-    assert spec is not None and spec.loader is not None
-    study = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(study)
-    text = (root / "docs" / "what-if.md").read_text()
-    ((_, table),) = re.findall(r"<!-- results: (\S+) -->\n(.*?)<!-- end -->", text, re.DOTALL)
-    # to mend it: python benchmarks/study_what_if.py --page docs/what-if.md
-    assert table == study.table(study.load(study.RESULTS))

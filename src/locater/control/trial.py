@@ -49,7 +49,7 @@ class TrialConfig:
     """Of `stabilize`; settings follow after colons: qk-clip:max_logit=30."""
     learning_rates: tuple[float, ...] = (1e-4, 3e-4, 1e-3, 3e-3)
     """Each is reached in a tenth of the steps and falls to 0 along a cosine."""
-    steps: int = 300
+    steps: int = 100
     """Steps of every run."""
     seeds: int = 3
     """Of the order of the blocks and, where the model has no weights yet, of these."""
@@ -69,7 +69,7 @@ class TrialConfig:
             if getattr(self, name) < least:
                 raise ConfigError(
                     f"{name} must be {least} or more, got {getattr(self, name)}.",
-                    hint="300 steps of 8 blocks of 64 tokens, with 3 seeds, are the defaults.",
+                    hint="100 steps of 8 blocks of 64 tokens, with 3 seeds, are the defaults.",
                 )
         for rate in self.learning_rates:
             if not 0 < rate < math.inf:
