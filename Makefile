@@ -10,7 +10,7 @@ SCALE ?= quick
 .DELETE_ON_ERROR:
 
 reproduce: .venv/installed
-	@$(BIN)/locater reproduce --scale $(SCALE) --results results/lab --reality results/reality
+	@$(BIN)/locater reproduce --scale $(SCALE)
 
 test: .venv/installed-dev browser
 	@$(BIN)/python -m pytest -n auto

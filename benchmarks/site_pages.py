@@ -16,9 +16,7 @@ ROOT = Path(__file__).parents[1]
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the made pages to those of the folder."""
-    for name, content in (
-        ("index.md", start()), ("commands.md", commands()), ("api.md", names())
-    ):  # fmt: skip
+    for name, content in {"index.md": start(), "api.md": names(), **commands()}.items():
         files.append(File.generated(config, name, content=content))
     return files
 
@@ -45,18 +43,21 @@ def start() -> str:
     return re.sub(r"\]\(docs/", "](", text)
 
 
-def commands() -> str:
-    """Every command with its help, as the terminal shows it."""
+def commands() -> dict[str, str]:
+    """A page for every command with its help, as the terminal shows it, and one of all."""
     from locater.cli import _COMMANDS, main
 
-    parts = ["# Commands\n"]
+    listed, pages = ["# Commands\n"], {}
     for name, (summary, example) in _COMMANDS.items():
         with contextlib.redirect_stdout(io.StringIO()) as out:
             main([name, "--help"])
         told = out.getvalue().partition("example:")[0].rstrip()
-        parts.append(f"## locater {name}\n\n{summary}\n\n```console\n$ {example}\n```\n")
-        parts.append(f"```text\n{told}\n```\n")
-    return "\n".join(parts)
+        listed.append(f"- [`locater {name}`](commands/{name}.md): {summary}")
+        pages[f"commands/{name}.md"] = (
+            f"# locater {name}\n\n{summary}\n\n```console\n$ {example}\n```\n\n"
+            f"```text\n{told}\n```\n"
+        )
+    return {"commands.md": "\n".join(listed) + "\n", **pages}
 
 
 def names() -> str:

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+import locater
 from locater import cli
+from locater.paper.lab.presets import PRESETS, SWEEPS
 from locater.probe.alarms import STUDY
 
 ROOT = Path(__file__).parents[1]
@@ -130,3 +132,18 @@ def test_every_command_is_documented() -> None:
 def test_links_within_the_project_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_every_public_name_has_an_example() -> None:
+    """Run as doctests; the site shows them."""
+    bare = [name for name in locater.__all__ if ">>>" not in (getattr(locater, name).__doc__ or "")]
+    assert bare == []
+
+
+def test_the_help_of_sweep_and_train_names_what_there_is() -> None:
+    told = " ".join((ROOT / "src/locater/cli/sweep.py").read_text(encoding="utf-8").split())
+    ranges = {f"fig{k}{kind}" for k in range(6, 13) for kind in ("", "-cpu")}
+    assert [name for name in SWEEPS if name not in ranges and f"{name}" not in told] == []
+    told = (ROOT / "src/locater/cli/train.py").read_text(encoding="utf-8")
+    named = {name.removesuffix("-cpu") for name in PRESETS} - ranges
+    assert [name for name in named if name not in told] == []

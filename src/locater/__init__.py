@@ -101,7 +101,7 @@ _HOMES = {
     "locater.simulation": ("SimulateConfig", "Simulation", "simulate"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = sorted(_HOME_OF)
 
 

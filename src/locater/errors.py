@@ -17,7 +17,14 @@ FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 
 class LocaterError(Exception):
-    """Something the caller can mend; `hint` says how."""
+    """Something the caller can mend; `hint` says how.
+
+    >>> from locater import audit_checkpoint
+    >>> audit_checkpoint("/nowhere/model")
+    Traceback (most recent call last):
+    locater.errors.LocaterError: /nowhere/model does not exist.
+    hint: give a folder, a file, a URL or a hub id (org/name).
+    """
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
@@ -29,11 +36,24 @@ class LocaterError(Exception):
 
 
 class ConfigError(LocaterError):
-    """A setting has a value that it cannot have."""
+    """A setting has a value that it cannot have.
+
+    >>> from locater import LocAteRConfig
+    >>> LocAteRConfig(scale_strength=-1.0)
+    Traceback (most recent call last):
+    locater.errors.ConfigError: ...
+    """
 
 
 class InputError(LocaterError):
-    """A tensor has the wrong shape or holds values that no computation can use."""
+    """A tensor has the wrong shape or holds values that no computation can use.
+
+    >>> import torch
+    >>> from locater import QKForm
+    >>> QKForm(torch.full((2, 2), torch.nan), torch.eye(2), temperature=1.0)
+    Traceback (most recent call last):
+    locater.errors.InputError: ...
+    """
 
 
 @contextmanager
@@ -55,7 +75,11 @@ def guarded(what: str, *, hint: str) -> Iterator[None]:
 
 
 class MissingExtraError(LocaterError):
-    """An optional dependency is not installed."""
+    """An optional dependency is not installed.
+
+    >>> MissingExtraError("altair", extra="report").hint
+    "run: pip install 'locater[report]'"
+    """
 
     def __init__(self, package: str, *, extra: str) -> None:
         super().__init__(

@@ -39,7 +39,12 @@ Source = Literal["exact", "count", "conditional"]
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateConfig:
-    """Which forms and tokens to simulate, and how thoroughly."""
+    """Which forms and tokens to simulate, and how thoroughly.
+
+    >>> config = SimulateConfig(tokens=8, model=4, draws=2, sequences=10, pairs=((0.0, 0.1),))
+    >>> config.units
+    2
+    """
 
     tokens: int = 40
     """T, the length of a sequence."""
@@ -149,7 +154,12 @@ _SCALARS = ("mean", "scale", "draw", "xi", "eta", "entropy", "entropy_error")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Simulation(Shown):
-    """The units of one setting, in their order."""
+    """The units of one setting, in their order.
+
+    >>> config = SimulateConfig(tokens=8, model=4, draws=2, sequences=10, pairs=((0.0, 0.1),))
+    >>> simulate(config).summary()[0]["scale"]
+    0.1
+    """
 
     config: SimulateConfig
     units: list[UnitResult] = field(repr=False)

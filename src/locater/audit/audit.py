@@ -403,6 +403,10 @@ def audit_checkpoint(
     `report(done, total)` hears of every layer, `say` where somebody has to wait.  What to assume of
     the tokens is said by `settings` or by the fields of `AuditConfig` as keywords:
     `audit_checkpoint(path, tokens=64)`.
+
+    >>> audit = audit_checkpoint("demo", tokens=64)
+    >>> audit.format, len(audit.rows)
+    ('safetensors', 16)
     """
     settings = settings_of(settings, keywords)
     with open_checkpoint(source, base=base, config=config, say=say) as checkpoint:

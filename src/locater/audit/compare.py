@@ -60,7 +60,13 @@ class HeadChange:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Comparison(Shown):
-    """Two audits and their differences, largest distance first."""
+    """Two audits and their differences, largest distance first.
+
+    >>> from locater import compare_checkpoints
+    >>> change = compare_checkpoints("demo", "demo", tokens=32)
+    >>> max(row.distance for row in change.rows)
+    0.0
+    """
 
     before: Audit
     after: Audit
@@ -123,6 +129,9 @@ def compare_checkpoints(
     `base` and `config` serve both; settings are those of `audit_checkpoint`.  Heads are matched by
     the name of their attention, wrappers left out, or where names differ by part, kind and layer.
     `report` and `say` hear of every step and of waiting.
+
+    >>> compare_checkpoints("demo", "demo", tokens=32).rows[0].distance
+    0.0
     """
     settings = settings_of(settings, keywords)
     if isinstance(before, nn.Module) and isinstance(after, nn.Module):
@@ -256,7 +265,13 @@ def _change(before: HeadRecord, after: HeadRecord, distance: float) -> HeadChang
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """One audit per checkpoint of a run, in the order given."""
+    """One audit per checkpoint of a run, in the order given.
+
+    >>> from locater import audit_timeline
+    >>> line = audit_timeline(["demo", "demo"], tokens=32)
+    >>> line.trajectories()[0]["r"][0] == line.trajectories()[0]["r"][1]
+    True
+    """
 
     audits: tuple[Audit, ...]
 
@@ -321,7 +336,11 @@ def audit_timeline(
     say: Say = silent,
     **keywords: Unpack[AuditKeywords],
 ) -> Timeline:
-    """Audit several checkpoints of one run; the settings are those of `audit_checkpoint`."""
+    """Audit several checkpoints of one run; the settings are those of `audit_checkpoint`.
+
+    >>> [len(audit.rows) for audit in audit_timeline(["demo", "demo"], tokens=32).audits]
+    [16, 16]
+    """
     audits = []
     settings = settings_of(settings, keywords)
     for done, source in enumerate(sources, 1):

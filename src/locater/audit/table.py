@@ -139,7 +139,13 @@ LIST_COLUMNS = ("eigenvalues_real", "eigenvalues_imag", "singular_values", "rho"
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Audit(Shown):
-    """A table of heads, what it rests on, and everything that could not be read."""
+    """A table of heads, what it rests on, and everything that could not be read.
+
+    >>> from locater import audit_checkpoint
+    >>> audit = audit_checkpoint("demo", tokens=32)
+    >>> len(audit.rows), audit.rows[0].status
+    (16, 'verified')
+    """
 
     name: str
     format: str

@@ -43,7 +43,12 @@ _drawing = threading.Lock()  # weights are drawn from torch's global generator
 
 @dataclass(frozen=True, kw_only=True)
 class TrialConfig:
-    """Methods × learning rates × seeds, and how long each of these runs is."""
+    """Methods × learning rates × seeds, and how long each of these runs is.
+
+    >>> config = TrialConfig(methods=("none", "qk-norm"), learning_rates=(1e-3,), seeds=2)
+    >>> len(config.units)
+    4
+    """
 
     methods: tuple[str, ...] = ("none", "locater", "qk-norm", "qk-clip", "sigma-reparam")
     """Of `stabilize`; settings follow after colons: qk-clip:max_logit=30."""
@@ -164,7 +169,16 @@ class Standing:
 
 @dataclass(frozen=True, repr=False)
 class Trial(Shown):
-    """All runs of a trial, and what they say."""
+    """All runs of a trial, and what they say.
+
+    >>> runs = [
+    ...     TrialRun("none", 1e-3, 0, 5.0, 4.0, 0.5, 9.0),
+    ...     TrialRun("qk-norm", 1e-3, 0, 5.0, 3.9, 0.6, 4.0),
+    ... ]
+    >>> config = TrialConfig(methods=("none", "qk-norm"), learning_rates=(1e-3,), seeds=1)
+    >>> Trial(config, runs).standings()[0].method
+    'qk-norm'
+    """
 
     config: TrialConfig
     runs: list[TrialRun]
@@ -282,6 +296,14 @@ def trial(
     `model` takes token ids and gives logits, or something that has them as `.logits`; dropout is
     off.  `fresh` makes one with new weights, of torch's generator, for every seed; without it all
     copies begin with the weights as they are.
+
+    >>> import torch
+    >>> from locater.models.loading import load_model
+    >>> model, _ = load_model("demo", head=True)
+    >>> blocks = torch.randint(40, 400, (40, 16), generator=torch.Generator().manual_seed(0))
+    >>> config = TrialConfig(methods=("none",), learning_rates=(1e-3,), seeds=1, steps=2, tokens=16)
+    >>> trial(model, blocks, config, workers=1).runs[0].loss is not None
+    True
     """
     config = config or TrialConfig()
     plan = _Plan(model, blocks, config, fresh)

@@ -52,7 +52,13 @@ def entropy_lower_bound(
 
 @dataclass(frozen=True, eq=False)
 class Inequality:
-    """Both sides of `lower <= upper` for every head."""
+    """Both sides of `lower <= upper` for every head.
+
+    >>> form = QKForm(torch.eye(4), torch.eye(4), temperature=2.0)
+    >>> first = collapse_bounds(form)[0]
+    >>> first.equation, bool(first.holds)
+    ('5', True)
+    """
 
     equation: str
     statement: str

@@ -34,6 +34,11 @@ class Diagnosis:
     """What a head's ρ and logits come from, in the Gaussian theory.
 
     Logits are taken relative to their row's average, which is all that a softmax sees.
+
+    >>> from locater import QKForm, TokenProcess
+    >>> form = QKForm.from_eigenvalues(torch.tensor([2.0, 1.0]), temperature=1.0)
+    >>> diagnose(form, TokenProcess.random_walk(4)).rho.shape
+    torch.Size([4])
     """
 
     rho: Float[Tensor, "*heads tokens"]

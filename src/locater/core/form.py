@@ -535,6 +535,11 @@ class Spectrum(Shown):
 
     All of it is the spectrum of S = Σ^½ W_QK Σ^½, which has the eigenvalues of W and is symmetric
     when W_QK is; and all of it follows from three head × head Gram matrices.
+
+    >>> form = QKForm(torch.eye(4), torch.eye(4), temperature=2.0)
+    >>> spectrum = form.spectrum()
+    >>> float(spectrum.trace), float(spectrum.r), float(spectrum.dispersion)
+    (4.0, 2.0, 0.0)
     """
 
     query: Float[Tensor, "*heads head model"]

@@ -14,7 +14,13 @@ from locater.errors import InputError
 
 @dataclass(frozen=True, eq=False)
 class QKGradient:
-    """∇J with respect to W_QK and its three parts, averaged over the batch."""
+    """∇J with respect to W_QK and its three parts, averaged over the batch.
+
+    >>> part = torch.eye(2)
+    >>> QKGradient(quadratic=part, saturated=part, residual=part).total
+    tensor([[3., 0.],
+            [0., 3.]])
+    """
 
     quadratic: Float[Tensor, "model model"]
     """Eq. 19, the only part that Eq. 4 keeps."""

@@ -21,7 +21,11 @@ TargetUnit = Literal["trace", "temperature"]
 
 @dataclass(frozen=True, kw_only=True)
 class LocAteRConfig:
-    """How hard to pull on each head's eigenspectrum (Section 6)."""
+    """How hard to pull on each head's eigenspectrum (Section 6).
+
+    >>> LocAteRConfig(scale_strength=0.0, mean_strength=1.0).target
+    1.0
+    """
 
     scale_strength: float = 100.0
     """Weight of tr(W_QKᵀ W_QK): shrinks the spectrum (the text's κ₁)."""

@@ -305,7 +305,12 @@ def propagation(
 
 @dataclass(frozen=True, eq=False)
 class PredictedAttention:
-    """Mean attention by position and its mean entropy, each with its sampling error."""
+    """Mean attention by position and its mean entropy, each with its sampling error.
+
+    >>> form = QKForm.from_eigenvalues(torch.zeros(2), temperature=1.0)  # looks at all alike
+    >>> predicted_attention(form, TokenProcess.random_walk(4)).attention
+    tensor([0.2500, 0.2500, 0.2500, 0.2500], dtype=torch.float64)
+    """
 
     attention: Float[Tensor, "*heads tokens"]
     attention_error: Float[Tensor, "*heads tokens"]
@@ -364,6 +369,11 @@ class Regime:
     A token is *on* when its ρ is at least half of the largest ρ.  `uniform`: all are on.  `late`,
     `early`, `middle`: the tokens that are on form one run that reaches the last token, the first,
     or neither.  `scattered`: they do not form such a run.  `vanishing`: the largest ρ is below 0.1.
+
+    >>> form = QKForm.from_xi_eta(10.0, 0.5, dim=128)
+    >>> regime = classify(form, TokenProcess.random_walk(64))
+    >>> regime.name, regime.count.item()
+    ('middle', 13)
     """
 
     r: Float[Tensor, "*heads"]

@@ -9,7 +9,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
@@ -467,10 +466,18 @@ def _folders(context: Context, sweep: Sweep) -> list[tuple[Setting, Path]]:
 
 def errata_text() -> str:
     """`docs/errata.md`, from the installed package or from the source tree."""
-    packaged = files("locater.paper") / "errata.md"
-    if packaged.is_file():
-        return packaged.read_text(encoding="utf-8")
-    return (Path(__file__).parents[3] / "docs" / "errata.md").read_text(encoding="utf-8")
+    packaged = Path(__file__).with_name("errata.md")
+    source = Path(__file__).parents[3] / "docs" / "errata.md"
+    return (packaged if packaged.is_file() else source).read_text(encoding="utf-8")
+
+
+def published(name: str) -> Path | None:
+    """A folder of `results`, from the installed package or from the source tree."""
+    places = (
+        Path(__file__).parent / "results" / name,
+        Path(__file__).parents[3] / "results" / name,
+    )
+    return next((place for place in places if place.is_dir()), None)
 
 
 def _errata(_: Context) -> Result:

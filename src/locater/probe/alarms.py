@@ -16,7 +16,12 @@ Rule = Literal["entropy", "logits", "rank", "not finite"]
 
 @dataclass(frozen=True)
 class Alarm:
-    """A rule that fired; it fires again only after its numbers were fine in between."""
+    """A rule that fired; it fires again only after its numbers were fine in between.
+
+    >>> found = Alarm("logits", 7, "layers.3", 3, 1, 180.0, 100.0, "layer 3 head 1: a logit of 180")
+    >>> found.rule, found.value > found.limit
+    ('logits', True)
+    """
 
     rule: Rule
     forward: int
@@ -32,7 +37,11 @@ class Alarm:
 
 @dataclass(frozen=True, kw_only=True)
 class AlarmRules:
-    """When attention is in trouble; a limit of 0, or infinity for logits, switches a rule off."""
+    """When attention is in trouble; a limit of 0, or infinity for logits, switches a rule off.
+
+    >>> AlarmRules(entropy_share=0.2).logit_limit
+    100.0
+    """
 
     entropy_share: float = 0.1
     """Entropy below this share of ln T, and below half of what it was when first measured."""

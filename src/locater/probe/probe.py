@@ -43,6 +43,16 @@ class MeasuredHead:
 
     A row is one query of one sequence.  Standard errors take the rows of a sequence to depend on
     each other and sequences not to; one sequence alone has none (NaN).
+
+    >>> import torch
+    >>> from locater import Probe
+    >>> from locater.models.loading import load_model
+    >>> model, _ = load_model("demo")
+    >>> with Probe(model) as probe:
+    ...     _ = model(torch.arange(40)[None])
+    >>> head = probe.records[0]
+    >>> head.layer, head.head, head.entropy > 0
+    (0, 0, True)
     """
 
     name: str

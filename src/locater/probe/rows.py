@@ -804,7 +804,17 @@ def added(one: Float[Tensor, "*_"], other: Float[Tensor, "*_"]) -> Float[Tensor,
 
 @dataclass(frozen=True)
 class TokenRank:
-    """How alike the tokens are that one attention is given, averaged over sequences."""
+    """How alike the tokens are that one attention is given, averaged over sequences.
+
+    >>> import torch
+    >>> from locater.models.loading import load_model
+    >>> model, _ = load_model("demo")
+    >>> from locater import Probe
+    >>> with Probe(model) as probe:
+    ...     _ = model(torch.arange(40)[None])
+    >>> [one.layer for one in probe.rank]
+    [0, 1, 2, 3]
+    """
 
     name: str
     layer: int | None

@@ -153,7 +153,16 @@ KURTOSIS = {
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Reality(Shown):
-    """A model held against the theory, layer by layer."""
+    """A model held against the theory, layer by layer.
+
+    >>> import torch
+    >>> from locater.models.loading import load_model
+    >>> model, _ = load_model("demo")
+    >>> blocks = torch.randint(40, 400, (60, 16), generator=torch.Generator().manual_seed(0))
+    >>> reality = against_theory(model, blocks, RealityConfig(draws=50, exact=False))
+    >>> len(reality.rows()), reality.summary()["tokens"]
+    (16, 16)
+    """
 
     layers: list[LayerReality]
     estimated_on: int
@@ -311,7 +320,11 @@ def _gap(first: Tensor, second: Tensor) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class RealityConfig:
-    """How to hold the theory against a model."""
+    """How to hold the theory against a model.
+
+    >>> RealityConfig(draws=200, exact=False).estimate
+    0.5
+    """
 
     estimate: float = 0.5
     """Share of the blocks, from the front of the text, that the moments are estimated on."""
@@ -362,6 +375,14 @@ def against_theory(
     `blocks` is what the model takes: ids (blocks × tokens) in the order of the text, or vectors.
     The first share is for moments only, the rest for measurement only.  With `other` blocks, from
     another text, attention is measured on those.
+
+    >>> import torch
+    >>> from locater.models.loading import load_model
+    >>> model, _ = load_model("demo")
+    >>> blocks = torch.randint(40, 400, (60, 16), generator=torch.Generator().manual_seed(0))
+    >>> found = against_theory(model, blocks, RealityConfig(draws=50, exact=False)).rows()[0]
+    >>> abs(found["entropy"] - found["entropy_full"]) < 1  # nats, measured and predicted
+    True
     """
     config = config or RealityConfig()
     halves = Halves.of(model, blocks, config, other)
