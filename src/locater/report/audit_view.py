@@ -279,7 +279,9 @@ def audit_sections(audits: Sequence[Audit]) -> list[Section]:
     return [
         Section(key="summary", title="Summary", before=summary),
         *heads,
-        Section(key="basis", title="What this rests on", before=basis),
+        Section(
+            key="basis", title="What this rests on: settings, caveats", before=basis, is_folded=True
+        ),
     ]
 
 

@@ -201,7 +201,7 @@ def save_reality(reality: Reality, path: Path, *, title: str) -> Path:
     notes = reality.warnings() + [f"skipped {n}: {why}" for n, why in reality.skipped.items()]
     if notes:
         text = "\n".join(f"- {plain_markdown(note)}" for note in notes)
-        sections.append(Section(key="notes", title="What is left out", text=text))
+        sections.append(Section(key="notes", title="What is left out", text=text, is_folded=True))
     return write_file(path, render_page(f"Theory against reality: {title}", sections, intro=intro))
 
 
