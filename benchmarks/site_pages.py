@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import re
+from base64 import b64encode
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,9 @@ ROOT = Path(__file__).parents[1]
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the made pages to those of the folder."""
-    for name, content in {"index.md": start(), "api.md": names(), **commands()}.items():
+    for name, content in {
+        "index.md": start(), "api.md": names(), **commands(), **notebooks()
+    }.items():  # fmt: skip
         files.append(File.generated(config, name, content=content))
     return files
 
@@ -58,6 +62,32 @@ def commands() -> dict[str, str]:
             f"```text\n{told}\n```\n"
         )
     return {"commands.md": "\n".join(listed) + "\n", **pages}
+
+
+def notebooks() -> dict[str, str]:
+    """A page for every notebook, with what its cells showed."""
+    pages = {}
+    for path in sorted((ROOT / "docs" / "notebooks").glob("*.ipynb")):
+        parts = []
+        for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+            text = "".join(cell["source"])
+            parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+            parts += [_output(one) for one in cell.get("outputs", ())]
+        parts.append(f"[The notebook itself]({path.name})")
+        pages[f"notebooks/{path.stem}.md"] = "\n\n".join(parts) + "\n"
+    return pages
+
+
+def _output(output: Any) -> str:
+    """A drawing, a table, or words."""
+    shown = {kind: "".join(text) for kind, text in output.get("data", {}).items()}
+    if "image/svg+xml" in shown:
+        image = b64encode(shown["image/svg+xml"].encode()).decode()
+        return f"![what the cell draws](data:image/svg+xml;base64,{image})"
+    if "text/html" in shown:
+        return "\n".join(line for line in shown["text/html"].split("\n") if line.strip())
+    words = "".join(output.get("text", ())) or shown.get("text/plain", "")
+    return f"```text\n{words.rstrip()}\n```"
 
 
 def names() -> str:
