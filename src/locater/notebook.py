@@ -19,6 +19,8 @@ class Shown:
 
     _picture: ClassVar[tuple[str, str, str, str]] = ("rect", "head:O", "layer:O", "entropy:Q")
     """The mark, and what is across, up, and in color."""
+    _columns: ClassVar[tuple[str, ...]] = ()
+    """What the table in a notebook shows; what differs between rows unless said."""
 
     def _line(self) -> str:
         """What it is, in a few words."""
@@ -33,7 +35,7 @@ class Shown:
 
     def _repr_html_(self) -> str:
         rows = [_flat(row) for row in self._table()]
-        names = list(rows[0]) if rows else []
+        names = [name for name in self._columns or _telling(rows) if rows and name in rows[0]]
         head = "".join(f"<th>{escape(name.replace('_', ' '))}</th>" for name in names)
         body = "".join(
             "<tr>"
@@ -41,7 +43,11 @@ class Shown:
             + "</tr>"
             for row in rows[:SHOWN]
         )
-        more = f"<p>… and {len(rows) - SHOWN} more rows</p>" if len(rows) > SHOWN else ""
+        left = [f"{len(rows) - SHOWN} more rows"] if len(rows) > SHOWN else []
+        left += (
+            [f"{len(rows[0]) - len(names)} more columns"] if rows and rows[0].keys() - names else []
+        )
+        more = f"<p>… and {', '.join(left)}: .to_dataframe()</p>" if left else ""
         line = escape(f"{type(self).__name__}: {self._line()}")
         return f"<p>{line}</p><table><tr>{head}</tr>{body}</table>{more}"
 
@@ -76,6 +82,17 @@ class Shown:
 def _flat(row: dict[str, Any]) -> dict[str, Any]:
     """What fits in a cell."""
     return {name: one for name, one in row.items() if not isinstance(one, dict | list | tuple)}
+
+
+def _telling(rows: list[dict[str, Any]]) -> list[str]:
+    """Columns that differ between rows and are no prose, the first ten."""
+    names = [
+        name
+        for name in (rows[0] if rows else ())
+        if len(rows) == 1 or len({str(row.get(name)) for row in rows}) > 1
+        if max(len(_short(row.get(name))) for row in rows) <= 40
+    ]
+    return names[:10]
 
 
 def _short(value: object) -> str:

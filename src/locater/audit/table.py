@@ -147,6 +147,9 @@ class Audit(Shown):
     (16, 'verified')
     """
 
+    _columns = ("layer", "head", "status", "verdict", "entropy", "regime", "tokens_on", "r", "eta",
+                "deviates_in", "deviation")  # fmt: skip
+
     name: str
     format: str
     """`safetensors`, `gguf`, `module`, …"""

@@ -164,6 +164,9 @@ class Reality(Shown):
     (16, 16)
     """
 
+    _columns = ("layer", "head", "entropy", "entropy_full", "sink_mass", "rho_error_printed",
+                "rho_error_full", "rho_error_copy", "rho_noise")  # fmt: skip
+
     layers: list[LayerReality]
     estimated_on: int
     measured_on: int
