@@ -126,7 +126,7 @@ def test_half_precision_weights_are_regularized_in_float32(dtype: torch.dtype) -
     """Sums of 64 × 512 products: in the weights' own precision they would be off by percents."""
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.randn(2, 4, 64, 512, generator=generator) / 16).to(dtype)
-    config = LocAteRConfig()
+    config = LocAteRConfig(scale_strength=100.0, mean_strength=1.0)
     parameters = [part.clone().requires_grad_() for part in (query, key)]
     value = locater_penalty(parameters[0], parameters[1], config)
     exact = [part.double().requires_grad_() for part in (query, key)]

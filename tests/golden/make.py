@@ -165,7 +165,7 @@ def penalty(name: str) -> Any:
     """LocAteR's penalty on a tiny model, and its gradient."""
     model, told = family(name), {}
     for config in (
-        locater.LocAteRConfig(),
+        locater.LocAteRConfig(scale_strength=100.0, mean_strength=1.0),
         locater.LocAteRConfig(scale_strength=1.0, mean_strength=100.0, target=0.5),
     ):
         value = locater.LocAteR(model, config).penalty()
