@@ -23,6 +23,7 @@ import pytest
 pytestmark = pytest.mark.drill
 Keep = Callable[[dict[str, float]], None]
 Kill = Callable[[int, random.Random], bool]
+PAGE = 4096  # bytes: a file takes whole ones
 HANGS = 1200  # seconds, where a command takes half a minute: machines are busy
 
 TRAIN = ["train", "--preset", "tiny", "--steps", "60", "--evaluations", "5", "--measure-every", "7",
@@ -240,11 +241,11 @@ def test_a_full_disk(arguments: list[str], tmp_path: Path, table: Keep) -> None:
     model.
     """
     expected, disk = alone(arguments, tmp_path / "alone"), tmp_path / "in"
-    used = sum(len(content) for content in expected.values())
+    used = sum(-(-len(content) // PAGE) * PAGE for content in expected.values())
     disk.mkdir()
     failed = 0
     for part in range(8):
-        size = f"size={max(4096, used * part // 8)}"
+        size = f"size={max(PAGE, used * part // 8)}"
         subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(disk)], check=True)
         try:
             process = started(arguments, tmp_path)
