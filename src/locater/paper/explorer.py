@@ -163,6 +163,7 @@ def _lines() -> Spec:
             {
                 "type": "line",
                 "from": {"data": "curve"},
+                "aria": False,
                 "sort": {"field": "datum.theta"},
                 "encode": {"update": {**place, **style}},
             },

@@ -296,7 +296,9 @@ window.locater = (() => {
         hint = Object.assign(document.createElement("p"), {className: "hint", textContent: "wider than the screen: scroll it sideways →"});
         box.before(hint);
       }
-      hint.classList.toggle("shown", box.scrollWidth > box.clientWidth + 1);
+      const isWide = box.scrollWidth > box.clientWidth + 1;
+      hint.classList.toggle("shown", isWide);
+      if (isWide) box.tabIndex = 0;  // arrow keys scroll it
     }
   }
 
