@@ -28,7 +28,7 @@ check: .venv/installed-dev
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
-# kills, full disks, mutated files, hostile pages: about an hour
+# kills, full disks, mutated files, hostile pages: hours, on two cores that do other work too
 drill: .venv/installed-dev browser
 	@$(BIN)/python -m pytest -m drill tests/drills -s -v -n auto --dist worksteal --durations 0
 
