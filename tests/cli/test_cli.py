@@ -103,7 +103,7 @@ def test_theory_knows_other_processes(capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.parametrize(
     ("suffix", "opening"),
-    [(".html", b"<!DOCTYPE html>"), (".svg", b"<svg"), (".png", b"\x89PNG"), (".pdf", b"%PDF")],
+    [(".html", b"<!doctype html>"), (".svg", b"<svg"), (".png", b"\x89PNG"), (".pdf", b"%PDF")],
 )
 def test_theory_draws_in_every_format(suffix: str, opening: bytes, tmp_path: Path) -> None:
     path = tmp_path / "made" / f"figure{suffix}"

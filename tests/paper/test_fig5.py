@@ -53,11 +53,11 @@ def grid(flat: Cell, flat_wide: Cell, top: Cell, top_wide: Cell) -> Simulation:
 @pytest.mark.parametrize(
     ("low", "high", "words"),
     [
-        (FLAT, SHARP, "Yes: participation 1.000 → 0.250"),
-        ([0.1, 1.0, 0.0, 0.0], SHARP, "Yes: participation 0.300 → 0.250"),
-        (WIDER, SHARP, "A little: participation 0.275 → 0.250"),
-        (ALIKE, SHARP, "No: participation 0.251 → 0.250"),
-        (SHARP, FLAT, "No: participation 0.250 → 1.000"),
+        (FLAT, SHARP, "Yes: share of tokens on 1.000 → 0.250"),
+        ([0.1, 1.0, 0.0, 0.0], SHARP, "Yes: share of tokens on 0.300 → 0.250"),
+        (WIDER, SHARP, "A little: share of tokens on 0.275 → 0.250"),
+        (ALIKE, SHARP, "No: share of tokens on 0.251 → 0.250"),
+        (SHARP, FLAT, "No: share of tokens on 0.250 → 1.000"),
     ],
 )
 def test_localization_is_read_off_the_participation(

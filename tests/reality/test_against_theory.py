@@ -216,8 +216,9 @@ def test_the_command_prints_json_a_table_and_a_page(
     printed = capsys.readouterr().out
     assert "8 heads; moments of 50 blocks of 8 tokens, measured on 50 others." in printed
     worst = sorted(data["heads"], key=lambda row: -row["rho_error_full"])[0]
-    first = next(line for line in printed.splitlines() if "│" in line)
-    assert f"{worst['entropy']:.3f}" in first
+    first = next(line for line in printed.splitlines() if line.startswith(" layer"))
+    assert f"layer {worst['layer']} head {worst['head']} " in first
+    assert f"{worst['entropy']:.2f}" in first
     page = tmp_path / "page.html"
     assert main(command(samples, "--exact", "--out", str(page))) == 0
     text = page.read_text()
