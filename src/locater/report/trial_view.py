@@ -55,10 +55,12 @@ def trial_chart(trial: Trial, *, title: str = "") -> Any:
         ("entropy", "lowest head's entropy / ln T"),
     ):
         axis = alt.Y(f"mean({field}):Q", title=words, scale=alt.Scale(zero=field == "entropy"))
+        looks = told_apart("method", names, symbolOpacity=1)
         shown = base.encode(
             x=alt.X("rate:Q", title="learning rate", scale=log, axis=alt.Axis(values=rates)),
-            **told_apart("method", names, symbolOpacity=1),
+            color=looks["color"],
         )
+        lines = shown.mark_line().encode(y=axis, strokeDash=looks["strokeDash"])
         points = shown.mark_point(filled=True, size=30, opacity=0.7).encode(
             y=alt.Y(f"{field}:Q", title=words),
             shape=alt.Shape("is_over:N", legend=None, scale=alt.Scale(range=["circle", "cross"])),
@@ -66,10 +68,10 @@ def trial_chart(trial: Trial, *, title: str = "") -> Any:
         )
         points = points.transform_calculate(is_over="datum.end != 'finished'")
         band = shown.mark_area(opacity=0.15).encode(
-            y=alt.Y(f"min({field}):Q", title=words), y2=f"max({field}):Q", strokeDash=alt.value([0])
+            y=alt.Y(f"min({field}):Q", title=words), y2=f"max({field}):Q"
         )
         panels.append(
-            alt.layer(band, shown.mark_line().encode(y=axis), points).properties(
+            alt.layer(band, lines, points).properties(
                 title=words.split(" in ")[0].split(" /")[0],
                 description=f"{words} against the learning rate, one line for each of "
                 f"{', '.join(names)}; the band spans the seeds.",
