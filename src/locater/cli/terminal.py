@@ -63,6 +63,9 @@ def readable(config: type[Config]) -> type[Config]:
                 kind, tyro.conf.arg(metavar=metavar, help_behavior_hint=hint)
             ]
             defaults[field.name] = field.default
+        elif field.default in ("", ()):  # nothing is no default worth naming
+            hints[field.name] = Annotated[kind, tyro.conf.arg(help_behavior_hint="")]
+            defaults[field.name] = field.default
     space = {"__annotations__": hints, "__doc__": config.__doc__, "__module__": config.__module__}
     made = type(config.__name__, (config,), {**space, **defaults})
     return dataclass(frozen=True, kw_only=True)(made)
