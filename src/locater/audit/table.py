@@ -211,7 +211,8 @@ class Audit(Shown):
         seen = ", ".join(f"{count} {regime}" for regime, count in regimes)
         left = f" {len(self.skipped)} could not be read (skipped)." if self.skipped else ""
         text = (
-            f"{self.name}: {len(self.rows)} heads in {layers} attention layers ({self.format}); "
+            f"{self.name}: {len(self.rows)} head{'s'[: len(self.rows) != 1]} in {layers} attention "
+            f"layer{'s'[: layers != 1]} ({self.format}); "
             f"{said}. "
         )
         if self.rows:
