@@ -1,4 +1,4 @@
-"""The files that the documents' commands speak of: two tiny checkpoints, a text, moments."""
+"""The files that the documents' commands speak of: tiny checkpoints, a text, moments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ WORDS = ("the", "head", "looks", "at", "late", "tokens", "and", "sees", "all", "
 
 
 def write_samples(folder: Path) -> None:
-    """Write `model/` and `tuned/`, the same tiny Llama before and after, a text, and moments."""
+    """Write `model/` and `tuned/`, a tiny Llama before and after, `adapter/`, a text, moments."""
+    from peft import LoraConfig, get_peft_model
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -39,6 +40,11 @@ def write_samples(folder: Path) -> None:
             PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(
                 folder / name
             )
+        model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "k_proj", "v_proj"]))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:  # PEFT begins at zero
+                parameter.data.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+        model.save_pretrained(folder / "adapter")
     words = torch.randint(len(WORDS), (2_000,), generator=generator).tolist()
     (folder / "text.txt").write_text(" ".join(WORDS[word] for word in words) + "\n")
     from locater.models.loading import load_model, read_text, text_blocks

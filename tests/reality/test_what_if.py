@@ -2,16 +2,20 @@
 
 import json
 import math
+import warnings
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from locater import ConfigError, InputError, QKForm, Rotary, TokenProcess
+from locater import ConfigError, InputError, LocaterError, QKForm, Rotary, TokenProcess
 from locater.cli import main
+from locater.models.live import find_attention
 from locater.models.loading import load_model, read_text, text_blocks
 from locater.models.positions import stretched
 from locater.probe.samples import collect
@@ -183,8 +187,6 @@ def test_a_file_gives_the_same_numbers_as_the_model(samples: Path, tmp_path: Pat
 
 
 def test_the_forms_of_moments_have_the_models_logits(samples: Path) -> None:
-    from locater.models.live import find_attention
-
     model, tokenizer = load_model(str(samples / "model"))
     blocks = text_blocks(tokenizer, read_text(samples / "text.txt"), tokens=16, blocks=40)
     (sample, *_) = collect(model, find_attention(model), blocks, keep=len(blocks))
@@ -211,6 +213,117 @@ def test_the_commands_go_from_a_text_to_a_table(
     assert data["change"]["scale"] == 0.5 and data["heads"]
     assert main(["what-if", str(samples / "model"), "--scale", "2"]) == 1
     assert "give --text FILE" in capsys.readouterr().err
+
+
+def a_peft_model(kind: str, folder: Path, **settings: Any) -> tuple[Any, Any]:
+    """A tiny model of normal weights, and the same with an adapter that PEFT wrote to `folder`."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel
+
+    ends = {"vocab_size": 11, "bos_token_id": 0, "eos_token_id": 0}
+    generator = torch.Generator().manual_seed(7)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if kind == "gpt2":
+            model: Any = GPT2Model(GPT2Config(**ends, n_embd=64, n_layer=2, n_head=4))
+        else:
+            sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
+                     "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+            model = LlamaModel(LlamaConfig(vocab_size=11, **sizes))
+        for parameter in model.parameters():
+            parameter.data.add_(0.12 * torch.randn(parameter.shape, generator=generator))
+        model.config.use_cache = False
+        before = deepcopy(model).eval()
+        learner: Any = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, **settings))
+        for name, parameter in learner.named_parameters():
+            if "lora_" in name:
+                parameter.data.copy_(0.25 * torch.randn(parameter.shape, generator=generator))
+        learner.save_pretrained(folder)
+        return before, learner.merge_and_unload().eval()
+
+
+class OnVectors(torch.nn.Module):
+    """A model that reads tokens' vectors in place of ids."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, vectors: Tensor) -> Any:
+        return self.inner(inputs_embeds=vectors)
+
+
+QK = {"llama": r"layers\.0\.self_attn\.[qk]_proj", "gpt2": r"h\.0\.attn\.c_attn"}
+
+
+@pytest.mark.parametrize("kind", QK)
+def test_an_adapter_is_predicted_as_peft_puts_it_on(kind: str, tmp_path: Path) -> None:
+    """On queries and keys of one layer, Gaussian tokens: to the errors of drawing and moments."""
+    before, after = map(OnVectors, a_peft_model(kind, tmp_path, target_modules=QK[kind]))
+    process = TokenProcess.autoregressive(TOKENS, 0.6)
+    tokens, others = (
+        process.sample(1500, model=64, generator=torch.Generator().manual_seed(seed)).float()
+        for seed in (1, 2)
+    )
+    known = moments(before, tokens, name="tiny", adapter=tmp_path, batch=500)
+    assert [layer.layer for layer in known.adapted] == [0]
+    found = what_if(known, Change(adapter=str(tmp_path)), draws=3000)
+    truth = [
+        collect(model, find_attention(model)[:1], others, keep=0, batch=500)[0].logits.double()
+        for model in (before, after)
+    ]
+    first, second = found.rows[:4], found.rows[4:]
+    for head, row in enumerate(first):
+        was, now = (look(logits[:, head]) for logits in truth)
+        error = math.hypot(row["entropy_error_before"], row["entropy_error_after"],
+                           was.entropy_error, now.entropy_error)  # fmt: skip
+        change, bound = now.entropy - was.entropy, 5 * error + 0.02  # as above
+        assert abs(change) > 4 * bound  # "nothing changes" would be off by this
+        assert abs(row["entropy_change"] - change) < bound, (head, change)
+        assert abs(row["own_mass_after"] - now.own_mass) < 0.03
+    assert all(row["entropy_change"] == 0 for row in second)  # its own weights stay
+    assert "as they are without the adapter" in found.caveats[0]
+    halved = what_if(known, Change(adapter=str(tmp_path), scale=0.5), draws=100).rows[0]
+    assert halved["entropy_after"] > first[0]["entropy_after"]  # a change on top of the adapter
+
+
+def test_an_adapter_that_does_more_or_does_not_fit_says_so(tmp_path: Path) -> None:
+    folder = tmp_path / "more"
+    model, _ = a_peft_model("llama", folder, target_modules="all-linear")
+    blocks = torch.randint(11, (40, TOKENS), generator=torch.Generator().manual_seed(1))
+    known = moments(model, blocks, adapter=folder)
+    assert len(known.adapted) == 2
+    said = " ".join(known.caveats)
+    assert "10 other weights" in said and "down_proj, gate_proj, o_proj, up_proj, v_proj" in said
+
+    again = Moments.load(known.save(tmp_path / "moments.safetensors"))
+    change = Change(adapter=str(folder))
+    assert again.caveats == known.caveats and again.adapter == known.adapter
+    for one, other in zip(known.adapted, again.adapted, strict=True):
+        assert torch.equal(one.covariance.float(), other.covariance)
+    assert all(row["entropy_change"] != 0 for row in what_if(again, change, draws=50).rows)
+    bare = replace(known, adapter="", adapted=(), caveats=())
+    for wrong, adapter in ((bare, str(folder)), (known, "another")):
+        with pytest.raises(InputError, match="do not tell what the adapter"):
+            what_if(wrong, Change(adapter=adapter), draws=50)
+    assert what_if(known, Change(), draws=50).rows[0]["entropy_change"] == 0  # not asked for
+
+    a_peft_model("llama", tmp_path / "values", target_modules=["v_proj"])
+    with pytest.raises(InputError, match=r"changes no queries or keys that .* it changes v_proj"):
+        moments(model, blocks, adapter=tmp_path / "values")
+    wide = {name: torch.cat((part, part), -1) for name, part in
+            load_file(folder / "adapter_model.safetensors").items()}  # fmt: skip
+    save_file(wide, folder / "adapter_model.safetensors")
+    with pytest.raises(LocaterError, match=r"is \(\d+, 64\), and the adapter's factors are"):
+        moments(model, blocks, adapter=folder)
+    (folder / "adapter_model.safetensors").unlink()
+    with pytest.raises(LocaterError, match="holds no checkpoint; it holds"):
+        moments(model, blocks, adapter=folder)
+    model.save_pretrained(tmp_path / "model")
+    with pytest.raises(LocaterError, match="holds no LoRA adapter"):
+        moments(model, blocks, adapter=tmp_path / "model")
+    with pytest.raises(LocaterError, match="nowhere"):
+        moments(model, blocks, adapter=tmp_path / "nowhere")
 
 
 def test_mistakes_are_explained() -> None:

@@ -25,6 +25,8 @@ _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _PLAIN = re.compile(r"(?:(?:[\w-]|\\[.d\w]|\.|\[[\w-]+\])(?:[*+?]|\{\d{1,2}\})?|[()|^$])*")
 MERGE = "merge it where it was trained (PEFT's merge_and_unload), save that, and give it."
 
+_OWN_BASE = "give the base that it was trained on: with --base (base=), or as the running model."
+
 
 @dataclass
 class _Change:
@@ -67,7 +69,7 @@ class LoraTensors(JoinedTensors):
             raise LocaterError(
                 f"nothing in the adapter {name} fits its base; "
                 f"it changes {', '.join(lost[:4]) or 'nothing'}.",
-                hint="give the base that it was trained on, with --base (base=).",
+                hint=_OWN_BASE,
             )
         self._scales = {
             change.module: self._scale(change.module, adapter.shapes[change.parts["lora_A"]][0])
@@ -77,6 +79,11 @@ class LoraTensors(JoinedTensors):
         if lost:
             shown = ", ".join(lost[:3]) + (", …" if len(lost) > 3 else "")
             self.caveats += (f"{len(lost)} parts of the adapter fit no weight: {shown}",)
+
+    @property
+    def changed(self) -> set[str]:
+        """The base's tensors that the adapter changes."""
+        return {*self._changes, *self._replaced, *self._shifts}
 
     def _match_changes(self) -> list[str]:
         """Find the weight of every changed module; return the modules that have none."""
@@ -195,7 +202,7 @@ class LoraTensors(JoinedTensors):
             raise LocaterError(
                 f"{name} is {tuple(weight.shape)}, and the adapter's factors are "
                 f"{tuple(up.shape)} and {tuple(down.shape)}.",
-                hint="give the base that the adapter was trained on, with --base (base=).",
+                hint=_OWN_BASE,
             )
         rows = rows + self._scales[module] * (up @ down)
         if "lora_magnitude_vector" in parts:

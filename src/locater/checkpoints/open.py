@@ -313,7 +313,7 @@ def _adapted(
     say: Say,
 ) -> Checkpoint:
     """Open an adapter and what it stands on."""
-    settings = json_object(document(place, ADAPTER_CONFIG), f"{place.name}/{ADAPTER_CONFIG}")
+    settings = _settings(place)
     said = settings.get("base_model_name_or_path")
     stands_on = base or said
     if not stands_on:
@@ -337,14 +337,40 @@ def _adapted(
             f"the base of the adapter {name} cannot be opened: {error.message}",
             hint="give the base's folder, file, URL or hub id with --base (base=).",
         ) from error
+    merged = _merged(name, place, choice, under.tensors, settings)
+    caveats = (*place.caveats, *under.caveats, *merged.caveats)
+    return Checkpoint(name, "lora", merged, config=under.config, caveats=caveats)
+
+
+def _settings(place: Place) -> dict[str, Any]:
+    """What an adapter's config says."""
+    return json_object(document(place, ADAPTER_CONFIG), f"{place.name}/{ADAPTER_CONFIG}")
+
+
+def _merged(
+    name: str, place: Place, choice: Choice, under: Tensors, settings: Mapping[str, Any]
+) -> LoraTensors:
+    """An adapter's tensors over those that it stands on."""
     with ExitStack() as stack:
         stack.callback(under.close)
         _, adapter = _tensors(place, choice)
         stack.callback(adapter.close)
-        merged = LoraTensors(under.tensors, adapter, settings, name=name)
+        merged = LoraTensors(under, adapter, settings, name=name)
         stack.pop_all()  # all is well: they stay open
-    caveats = (*place.caveats, *under.caveats, *merged.caveats)
-    return Checkpoint(name, "lora", merged, config=under.config, caveats=caveats)
+    return merged
+
+
+def open_adapter(source: str | Path, base: Tensors, *, say: Say = silent) -> LoraTensors:
+    """Open a LoRA adapter, as PEFT saves it, over tensors that are here: a running model's."""
+    with guarded(f"{source!s:.200}", hint=_UNFORESEEN):
+        place, choice = _find(source, say)
+        if ADAPTER_CONFIG not in place.names() or not any(map(_is_adapter, choice.files)):
+            raise LocaterError(
+                f"{source} holds no LoRA adapter.",
+                hint="give a folder or hub id with adapter_config.json and "
+                "adapter_model.safetensors, as PEFT saves them.",
+            )
+        return _merged(str(source), place, choice, base, _settings(place))
 
 
 def _opened(name: str, place: Place, choice: Choice, given: Mapping[str, Any]) -> Checkpoint:

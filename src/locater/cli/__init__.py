@@ -49,7 +49,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
         "locater moments model --text text.txt --out moments.safetensors",
     ),
     "what-if": (
-        "what heads would do at another length, rotation, scale or temperature",
+        "what heads would do at another length, rotation or scale, or with an adapter",
         "locater what-if moments.safetensors --tokens 64",
     ),
     "trial": (

@@ -21,6 +21,8 @@ class MomentsCommand(OnText):
     """Only attentions whose name this regular expression finds."""
     batch: int = 16
     """Blocks that run together."""
+    adapter: str = ""
+    """Keep also what a LoRA adapter (a folder or hub id, as PEFT saves it) would make of them."""
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -34,7 +36,7 @@ def run(arguments: Sequence[str]) -> None:
     with progress("layers") as report:
         found = moments(
             model, blocks, name=command.model, layers=command.layers, batch=command.batch,
-            report=report,
+            adapter=command.adapter, report=report,
         )  # fmt: skip
     path = found.save(command.out)
     size = path.stat().st_size / 1e6

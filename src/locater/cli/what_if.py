@@ -1,4 +1,4 @@
-"""`locater what-if`: what the heads would do at another length, rotation, scale or temperature."""
+"""`locater what-if`: what heads would do at another length, rotation or scale, or with a LoRA."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from locater.cli.audit import say_limits
 from locater.cli.probe import OnText
 from locater.cli.terminal import check_figure, parse, plain, print_json, progress, say, show
 from locater.errors import ConfigError
@@ -57,6 +58,7 @@ def run(arguments: Sequence[str]) -> None:
         print_json(found.to_dict())
     else:
         _print(found, known, command.top)
+    say_limits(found.caveats, ())
 
 
 def _known(command: WhatIfCommand) -> Moments:
@@ -72,7 +74,7 @@ def _known(command: WhatIfCommand) -> Moments:
     )
     model, blocks = source.load()
     with progress("layers") as report:
-        return moments(model, blocks, name=command.model, report=report)
+        return moments(model, blocks, name=command.model, adapter=command.adapter, report=report)
 
 
 def _print(found: WhatIf, known: Moments, top: int) -> None:

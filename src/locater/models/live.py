@@ -94,6 +94,23 @@ def _adapted(weight: Tensor, layer: nn.Module) -> Tensor:
     return weight / norm * magnitudes[scaled[0]].weight.unsqueeze(rows)
 
 
+class LiveTensors:
+    """A model's tensors by name, as a checkpoint has them: copies on the CPU, read when asked."""
+
+    bytes_read = 0
+
+    def __init__(self, model: nn.Module) -> None:
+        self._sources = dict(_sources(model))
+        self.shapes = {name: _shape(source) for name, source in self._sources.items()}
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """These tensors as the model multiplies with them now."""
+        return {name: self._sources[name].read().detach().cpu() for name in names}
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
 @dataclass(frozen=True, eq=False)
 class LiveAttention:
     """One attention of a live model; its tensors are read when asked for, on live parameters."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from locater.checkpoints.lora import LoraTensors
+from locater.checkpoints.open import open_adapter
 from locater.core.form import Layout, QKForm, Rotary
 from locater.core.process import TokenProcess
 from locater.core.score import HeadMoments, LogitDraws
@@ -28,12 +31,14 @@ from locater.core.theory import attention_entropy
 from locater.engines import one_thread
 from locater.errors import ConfigError, InputError
 from locater.files import write_file
-from locater.models.live import find_attention
+from locater.models.live import LiveAttention, LiveTensors, find_attention
+from locater.models.names import plain_name
 from locater.models.positions import stretched
 from locater.notebook import Shown
-from locater.probe.samples import at_once, collect
+from locater.probe.samples import AttentionSamples, at_once, collect
 
 _PARTS = ("kernel", "covariance", "mean", "query_bias", "key_bias", "frequencies", "distance_bias")
+_GROUPS = {"layers": "", "adapted": "adapted."}
 BAR = (0.1, 0.2, 0.25)
 """Nats, share of the predicted change, and nats for every factor of e in length: within their sum
 lay nine of ten measured changes of entropy of real heads (docs/what-if.md, results/interventions
@@ -142,23 +147,29 @@ class Moments:
     context: int
     """The number of tokens that the model was made for, as far as it says."""
     layers: tuple[LayerMoments, ...]
+    adapter: str = ""
+    """The LoRA adapter that `adapted` speaks of."""
+    adapted: tuple[LayerMoments, ...] = ()
+    """The layers whose W_Q or W_K it changes: the same tokens through the changed weights."""
+    caveats: tuple[str, ...] = ()
+    """What a prediction with the adapter leaves out, in words."""
 
     def save(self, path: Path) -> Path:
         """Write a safetensors file of float32 numbers, whole or not at all."""
-        tensors = {
-            f"{place}.{part}": getattr(layer, part).float().contiguous()
-            for place, layer in enumerate(self.layers)
-            for part in _PARTS
-            if getattr(layer, part) is not None
-        }
-        about = [
-            {"name": one.name, "layer": one.layer, "temperature": one.temperature,
-             "layout": one.layout, "base": one.base}
-            for one in self.layers
-        ]  # fmt: skip
         head = {"kind": "locater moments", "model": self.model, "blocks": str(self.blocks),
-                "context": str(self.context),
-                "layers": json.dumps(about)}  # fmt: skip
+                "context": str(self.context), "adapter": self.adapter,
+                "caveats": json.dumps(self.caveats)}  # fmt: skip
+        tensors: dict[str, Tensor] = {}
+        for group, prefix in _GROUPS.items():
+            layers: tuple[LayerMoments, ...] = getattr(self, group)
+            tensors |= {
+                f"{prefix}{place}.{part}": getattr(layer, part).float().contiguous()
+                for place, layer in enumerate(layers)
+                for part in _PARTS
+                if getattr(layer, part) is not None
+            }
+            about = ("name", "layer", "temperature", "layout", "base")
+            head[group] = json.dumps([{key: getattr(one, key) for key in about} for one in layers])
         return write_file(path, save(tensors, metadata=head))
 
     @classmethod
@@ -172,21 +183,30 @@ class Moments:
                         f"{path} holds no moments.", hint="`locater moments` writes such a file."
                     )
                 names = set(file.keys())
-                layers = tuple(
-                    LayerMoments(
-                        **about,
-                        **{
-                            part: file.get_tensor(name)
-                            for part in _PARTS
-                            if (name := f"{place}.{part}") in names
-                        },
+                groups = {
+                    group: tuple(
+                        LayerMoments(
+                            **about,
+                            **{
+                                part: file.get_tensor(name)
+                                for part in _PARTS
+                                if (name := f"{prefix}{place}.{part}") in names
+                            },
+                        )
+                        for place, about in enumerate(json.loads(head.get(group, "[]")))
                     )
-                    for place, about in enumerate(json.loads(head["layers"]))
-                )
-            for layer in layers:
-                _check(layer)
-            numbers = {name: int(head[name]) for name in ("blocks", "context")}
-            return cls(model=head["model"], layers=layers, **numbers)
+                    for group, prefix in _GROUPS.items()
+                }
+            _check(**groups)
+            return cls(
+                model=head["model"],
+                blocks=int(head["blocks"]),
+                context=int(head["context"]),
+                layers=groups["layers"],
+                adapter=head.get("adapter", ""),
+                adapted=groups["adapted"],
+                caveats=tuple(map(str, json.loads(head.get("caveats", "[]")))),
+            )
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
             raise InputError(
                 f"{path} cannot be read as moments: {error}.",
@@ -194,8 +214,19 @@ class Moments:
             ) from error
 
 
-def _check(layer: LayerMoments) -> None:
+def _check(layers: Sequence[LayerMoments], adapted: Sequence[LayerMoments]) -> None:
     """Refuse numbers that no text gives."""
+    if not layers:
+        raise ValueError("it speaks of no layer")
+    for layer in (*layers, *adapted):
+        _check_layer(layer)
+    shapes = {layer.name: layer.mean.shape for layer in layers}
+    for layer in adapted:
+        if shapes.get(layer.name) != layer.mean.shape:
+            raise ValueError(f"with the adapter {layer.name} is {tuple(layer.mean.shape)}")
+
+
+def _check_layer(layer: LayerMoments) -> None:
     heads, tokens, both = layer.mean.shape
     shapes = {"kernel": (heads, tokens, tokens), "covariance": (heads, both, both)}
     for name, shape in shapes.items():
@@ -214,13 +245,50 @@ def moments(
     name: str = "",
     layers: str | None = None,
     batch: int = 16,
+    adapter: str | Path = "",
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> Moments:
     """Run the model on blocks of a text and keep the moments of its heads' queries and keys.
 
     One attention is sampled at a time where all of them together would not fit: each pass holds
-    blocks · tokens · model floats.
+    blocks · tokens · model floats.  With a LoRA `adapter`, as PEFT saves it, the same tokens also
+    go through the W_Q and W_K that it would make, for `Change(adapter=…)`; it is not run itself.
     """
+    found = _readable(model, layers)
+    if len(blocks) < 8:
+        raise InputError(f"{len(blocks)} blocks are too few.", hint="give hundreds.")
+    with ExitStack() as stack:
+        lora = None
+        caveats: tuple[str, ...] = ()
+        if adapter:
+            lora = stack.enter_context(closing(open_adapter(adapter, LiveTensors(model))))
+            caveats = _limits(lora, _readable(model), str(adapter))
+        made: list[LayerMoments] = []
+        adapted: list[LayerMoments] = []
+        some = at_once(found, blocks)
+        for start in range(0, len(found), some):
+            few = found[start : start + some]
+            for sample in collect(model, few, blocks, keep=len(blocks), batch=batch):
+                made.append(_sampled(sample, sample.attention.form(distances=blocks.shape[1])))
+                layout = sample.attention.layout
+                if lora is not None and lora.changed.intersection(layout.tensors):
+                    form = layout.form(lora.read(layout.tensors), distances=blocks.shape[1])
+                    adapted.append(_sampled(sample, form))
+                report(len(made), len(found))
+    said = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return Moments(
+        model=name,
+        blocks=len(blocks),
+        context=said if isinstance(said, int) else blocks.shape[1],
+        layers=tuple(made),
+        adapter=str(adapter),
+        adapted=tuple(adapted),
+        caveats=caveats,
+    )
+
+
+def _readable(model: nn.Module, layers: str | None = None) -> list[LiveAttention]:
+    """The self-attentions whose tokens can be sampled."""
     found = [
         one
         for one in find_attention(model, layers=layers)
@@ -231,30 +299,39 @@ def moments(
             "the model has no self-attention whose queries and keys can be read.",
             hint="`locater probe` measures any model.",
         )
-    if len(blocks) < 8:
-        raise InputError(f"{len(blocks)} blocks are too few.", hint="give hundreds.")
-    some = at_once(found, blocks)
-    made: list[LayerMoments] = []
-    for start in range(0, len(found), some):
-        few = found[start : start + some]
-        for sample in collect(model, few, blocks, keep=len(blocks), batch=batch):
-            layout = sample.attention.layout
-            form = sample.attention.form(distances=blocks.shape[1])
-            form = form.to(torch.float64, torch.device("cpu"))
-            with one_thread():
-                made.append(
-                    LayerMoments.of(
-                        form,
-                        sample.inputs,
-                        name=layout.name,
-                        layer=layout.layer,
-                        base=layout.rotary.base if layout.rotary else 10_000.0,
-                    )
-                )
-            report(len(made), len(found))
-    said = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    context = said if isinstance(said, int) else blocks.shape[1]
-    return Moments(model=name, blocks=len(blocks), context=context, layers=tuple(made))
+    return found
+
+
+def _sampled(sample: AttentionSamples, form: QKForm) -> LayerMoments:
+    """The moments of an attention's tokens as a form's queries and keys."""
+    layout = sample.attention.layout
+    with one_thread():
+        return LayerMoments.of(
+            form.to(torch.float64, torch.device("cpu")),
+            sample.inputs,
+            name=layout.name,
+            layer=layout.layer,
+            base=layout.rotary.base if layout.rotary else 10_000.0,
+        )
+
+
+def _limits(lora: LoraTensors, attentions: list[LiveAttention], name: str) -> tuple[str, ...]:
+    """What a prediction with the adapter leaves out; refuse one that leaves queries and keys."""
+    ours = {tensor for one in attentions for tensor in one.layout.tensors}
+    others = [plain_name(tensor).split(".") for tensor in lora.changed - ours]
+    kinds = ", ".join(sorted({".".join(parts[-2:-1]) for parts in others}))
+    if not lora.changed & ours:
+        raise InputError(
+            f"the adapter {name} changes no queries or keys that can be read; it changes {kinds}.",
+            hint="it acts on heads through their tokens alone: `locater probe` measures that.",
+        )
+    lora.read(sorted(lora.changed & ours)[:1])  # its factors fit, or it is said before the work
+    seen = (
+        "every head is predicted on its tokens as they are without the adapter: what the adapter "
+        "does in one layer is not carried to the layers behind it, and ± does not count it"
+    )
+    unseen = f"the adapter changes {len(others)} other weights, which is not seen: {kinds}"
+    return (seen, *([unseen] if others else []), *lora.caveats)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,6 +350,8 @@ class Change:
     """Keep the biases of queries; --no-query-bias takes them away."""
     centered_keys: bool = False
     """Take the keys' means and biases away."""
+    adapter: str = ""
+    """Put a LoRA adapter on: a folder or hub id, as PEFT saves it; not yet in the model."""
 
     def __post_init__(self) -> None:
         if self.scale < 0 or not self.temperature > 0:
@@ -384,6 +463,8 @@ class WhatIf(Shown):
     rows: tuple[dict[str, Any], ...]
     """One plain dictionary per head: name, layer, head, and every number of `Outlook` with
     `_before` and `_after`."""
+    caveats: tuple[str, ...] = ()
+    """What the prediction leaves out, in words."""
 
     _picture = ("rect", "head:O", "layer:O", "entropy_after:Q")
 
@@ -406,6 +487,7 @@ class WhatIf(Shown):
             "tokens": self.tokens,
             "change": asdict(self.change),
             "summary": self.summary,
+            "caveats": list(self.caveats),
             "heads": list(self.rows),
         }
 
@@ -431,13 +513,22 @@ def what_if(
     """Predict what every head would do after a change, from moments alone."""
     if draws < 2:
         raise ConfigError(f"draws must be 2 or more, got {draws}.", hint="400 is usual.")
+    if change.adapter and str(change.adapter) != known.adapter:
+        raise InputError(
+            f"these moments were taken with {known.adapter or 'no adapter'}; queries and keys do "
+            f"not tell what the adapter {change.adapter} would make of the tokens.",
+            hint="take them with it: `locater moments MODEL --text FILE --adapter ADAPTER`, "
+            "moments(…, adapter=…), or give model and text to `locater what-if`.",
+        )
+    twins = {layer.name: layer for layer in known.adapted if change.adapter}
     rows: list[dict[str, Any]] = []
     total = sum(map(len, known.layers))
     with one_thread():
         for layer, place in _heads(known.layers):
             form, process = layer.head(place)
             row: dict[str, Any] = {"name": layer.name, "layer": layer.layer, "head": place}
-            after = change.of(form, process, base=layer.base, context=known.context)
+            twin = twins.get(layer.name, layer).head(place)
+            after = change.of(*twin, base=layer.base, context=known.context)
             for when, pair in (("before", (form, process)), ("after", after)):
                 generator = torch.Generator().manual_seed(seed)
                 for name, value in asdict(outlook(*pair, draws, generator)).items():
@@ -448,7 +539,10 @@ def what_if(
             rows.append(row)
             report(len(rows), total)
     tokens = change.tokens or known.layers[0].tokens
-    return WhatIf(model=known.model, change=change, tokens=tokens, rows=tuple(rows))
+    caveats = known.caveats if change.adapter else ()
+    return WhatIf(
+        model=known.model, change=change, tokens=tokens, rows=tuple(rows), caveats=caveats
+    )
 
 
 def _heads(layers: Sequence[LayerMoments]) -> Iterator[tuple[LayerMoments, int]]:

@@ -391,4 +391,5 @@ def save_what_if(found: Record, path: Path, *, known: int) -> Path:
         f"{len(found['heads'])} heads at {found['tokens']} tokens, predicted from moments of "
         f"{known} blocks for Gaussian queries and keys. Nothing was run."
     )
+    intro += "".join(f" Caveat: {caveat}." for caveat in found["caveats"])
     return write_file(path, render_page(f"What if: {found['model']}", sections, intro=intro))
