@@ -33,7 +33,7 @@ from locater.reality.against_theory import (
     measure,
     rank_correlation,
 )
-from locater.reality.predictions import KeyClusters
+from locater.reality.predictions import KeyClusters, _far_apart
 
 QUICK = RealityConfig(draws=200, exact=False, batch=500)
 
@@ -351,6 +351,42 @@ def test_one_cluster_is_the_gaussian_law_given_the_query() -> None:
     ours = torch.stack([KeyClusters.of(one, 1, generator).rho() for one in heads.each()])
     # all positions share one covariance here, which is what differs: some per cent of the variance
     torch.testing.assert_close(ours, heads.rho_given_query(), atol=0.05, rtol=0)
+
+
+def strayed(counts: Tensor, chances: Tensor) -> Tensor:
+    """How many standard errors counts stand from what independent draws give."""
+    total = counts.sum()
+    return (counts - total * chances) / (total * chances * (1 - chances)).clamp_min(1e-9).sqrt()
+
+
+@pytest.mark.statistical  # 17 counts, 5 standard errors: one false alarm in 10⁵
+def test_clusters_are_drawn_by_their_shares(seed: int) -> None:
+    """Logits without spread that name their cluster: one share is zero, and is never drawn."""
+    share = torch.tensor([[0.2, 0.0, 0.5, 0.3], [0.0, 0.01, 0.09, 0.9]], dtype=torch.float64)
+    names = torch.arange(4.0, dtype=torch.float64).expand(1, 2, 4)
+    clusters = KeyClusters(torch.ones(1, 1), names, torch.zeros(1, 4).double(), share[None])
+    rows = clusters.rows(20_000, torch.Generator().manual_seed(seed)).long()
+    counts = torch.stack([rows[:, place].bincount(minlength=4) for place in (0, 1)])
+    for count, chances in zip(counts.double(), share, strict=True):
+        assert bool((count[chances == 0] == 0).all())
+        assert strayed(count, chances).abs().max() < 5
+
+
+@pytest.mark.statistical
+def test_centers_begin_as_in_k_means_plus_plus(seed: int) -> None:
+    """Second and third by squared distance from the nearest before them, as in its definition."""
+    points = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 2.0], [3.0, 1.0]], dtype=torch.float64)
+    square = torch.cdist(points, points).square()
+    second = square[0] / square[0].sum()
+    near = torch.minimum(square[0], square)  # by the second one chosen
+    pairs = second[:, None] * near / near.sum(1, keepdim=True)
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.stack([_far_apart(points, 3, generator) for _ in range(4000)])
+    index = torch.cdist(chosen, points).argmin(-1)
+    assert bool((index[:, 0] == 0).all())
+    counts = (4 * index[:, 1] + index[:, 2]).bincount(minlength=16).double()
+    assert bool((counts[pairs.flatten() == 0] == 0).all())
+    assert strayed(counts, pairs.flatten()).abs().max() < 5
 
 
 @pytest.mark.parametrize("query", [0, 3])

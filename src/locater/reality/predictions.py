@@ -172,10 +172,10 @@ class KeyClusters:
         group = _nearest(query, clusters, generator)
         inside = torch.nn.functional.one_hot(label, clusters).to(key)  # samples tokens clusters
         count = inside.sum(0)
-        center = torch.einsum("ntc,nth->ch", inside, key) / count.sum(0)[:, None].clamp_min(1)
-        place = torch.einsum("ntc,nth->tch", inside, key) + _PRIOR * center
-        place = place / (count + _PRIOR)[..., None]
-        left = key - torch.einsum("ntc,tch->nth", inside, place)
+        total = torch.einsum("ntc,nth->tch", inside, key)
+        center = total.sum(0) / count.sum(0)[:, None].clamp_min(1)
+        place = (total + _PRIOR * center) / (count + _PRIOR)[..., None]
+        left = key - place[torch.arange(head.tokens), label]
         slope = torch.linalg.pinv(own.mT @ own, hermitian=True) @ (own.mT @ left.flatten(1))
         known = (own @ slope).view(key.shape)  # what the query says of the key, cluster aside
         left = left - known
@@ -205,9 +205,10 @@ class KeyClusters:
     def rows(self, draws: int, generator: torch.Generator) -> Float[Tensor, "draws tokens"]:
         """Rows of logits: a sampled query, a cluster for every key, a Gaussian score in it."""
         pick = torch.randint(len(self.query), (draws,), generator=generator)
-        tokens, clusters = self.mean.shape[1:]
-        flat = self.share[pick].reshape(-1, clusters)
-        label = torch.multinomial(flat, 1, generator=generator).view(draws, tokens, 1)
+        tokens = self.mean.shape[1]
+        below = self.share[pick].cumsum(-1)[..., :-1]  # a uniform number falls into one share
+        place = torch.rand(draws, tokens, 1, generator=generator, dtype=below.dtype)
+        label = (place >= below).sum(-1, keepdim=True)
         noise = torch.randn(draws, tokens, generator=generator, dtype=self.mean.dtype)
         scale = self.variance[pick].clamp_min(0).sqrt()
         return self.mean[pick].gather(-1, label)[..., 0] + noise * scale.gather(1, label[..., 0])
@@ -224,8 +225,10 @@ def _clustered(heads: SampledHeads, draws: int, generator: torch.Generator) -> P
     """Every head with the number of clusters that predicts the last quarter of its own samples."""
     rho, entropy, attention = [], [], []
     cut = heads.samples * 3 // 4
-    for head in heads.each():
-        rows = head.logits()[cut:]
+    shift = None if heads.shift is None else heads.shift.float()
+    half = replace(heads, query=heads.query.float(), key=heads.key.float(), shift=shift)
+    for head in half.each():  # float32 is what models compute in, and costs half
+        rows = replace(head, query=head.query[cut:], key=head.key[cut:]).logits().double()
         score = (1 + rows - rows.mean(-1, keepdim=True)) / heads.tokens
         seen = ((score >= 0) & (score <= 1)).double().mean(0)
         known = attention_entropy(torch.softmax(rows, -1)).mean()
@@ -240,8 +243,8 @@ def _clustered(heads: SampledHeads, draws: int, generator: torch.Generator) -> P
         rho.append(found.rho())
         entropy.append(drawn[0])
         attention.append(drawn[1])
-    profile = Profile.by_token(torch.stack(rho), "clusters of keys")
-    return Prediction(profile, torch.stack(entropy), torch.stack(attention))
+    profile = Profile.by_token(torch.stack(rho).double(), "clusters of keys")
+    return Prediction(profile, torch.stack(entropy).double(), torch.stack(attention).double())
 
 
 def _nearest(
@@ -251,13 +254,28 @@ def _nearest(
     if clusters == 1:
         return torch.zeros(len(points), dtype=torch.long)
     some = points[torch.randperm(len(points), generator=generator)[:4096]]
-    centers = some[:1]
-    for _ in range(clusters - 1):  # far from those before, as k-means++ begins
-        far = torch.cdist(some, centers).amin(-1).square().clamp_min(1e-300)
-        centers = torch.cat((centers, some[torch.multinomial(far, 1, generator=generator)]))
+    centers = _far_apart(some, clusters, generator)
     for _ in range(10):
-        label = torch.cdist(some, centers).argmin(-1)
-        inside = torch.nn.functional.one_hot(label, clusters).to(some)
-        size = inside.sum(0)[:, None]
-        centers = torch.where(size > 0, inside.mT @ some / size.clamp_min(1), centers)
-    return torch.cdist(points, centers).argmin(-1)
+        label = _closest(some, centers)
+        size = label.bincount(minlength=clusters)[:, None]
+        total = torch.zeros_like(centers).index_add_(0, label, some)
+        centers = torch.where(size > 0, total / size.clamp_min(1), centers)
+    return _closest(points, centers)
+
+
+def _far_apart(
+    points: Float[Tensor, "points head"], count: int, generator: torch.Generator
+) -> Float[Tensor, "count head"]:
+    """As k-means++ begins: each with a chance that is its squared distance from those before."""
+    chosen, far = [points[0]], points.new_full((len(points),), torch.inf)
+    for place in torch.rand(count - 1, generator=generator, dtype=points.dtype):
+        far = torch.minimum(far, (points - chosen[-1]).square().sum(-1))
+        below = far.cumsum(0)
+        index = torch.searchsorted(below, place * below[-1], right=True)
+        chosen.append(points[index.clamp_max(len(points) - 1)])
+    return torch.stack(chosen)
+
+
+def _closest(points: Float[Tensor, "points head"], centers: Float[Tensor, "count head"]) -> Tensor:
+    """Which center is nearest to every point; what all distances of a point share is left out."""
+    return (centers.square().sum(-1) / 2 - points @ centers.mT).argmin(-1)
