@@ -29,7 +29,7 @@ from locater import (
     propagation,
     score_moments,
 )
-from locater.core.form import Layout
+from locater.core.form import Layout, Relative
 from locater.core.quadratic import QuadraticLaw
 from locater.core.score import HeadMoments, LogitDraws, SampledHeads
 
@@ -49,6 +49,7 @@ class Case:
     has_query_bias: bool = False
     has_key_bias: bool = False
     has_distance_bias: bool = False
+    relative: str = ""
 
     def draw(self) -> tuple[QKForm, TokenProcess]:
         generator = torch.Generator().manual_seed(self.seed)
@@ -68,6 +69,11 @@ class Case:
             key_bias=normal(self.head) if self.has_key_bias else None,
             distance_bias=normal(self.tokens + 2) if self.has_distance_bias else None,
         )
+        if self.relative == "text":  # tables too short for the longest offsets
+            form = replace(form, relative=Relative(normal(4, self.head), bias=normal(4), ahead=1))
+        elif self.relative == "grid":
+            rows, columns, bias = normal(3, self.head), normal(5, self.head), normal(3, 5)
+            form = replace(form, relative=Relative(columns, rows, bias, grid=(2, 3)))
         pairs = min(self.turning, self.head // 2)
         if pairs:
             form = replace(form, rotary=Rotary(normal(pairs), self.layout))
@@ -92,6 +98,7 @@ EVERYTHING = st.builds(
     has_query_bias=st.booleans(),
     has_key_bias=st.booleans(),
     has_distance_bias=st.booleans(),
+    relative=st.sampled_from(["", "text", "grid"]),
 )
 FULL_RANK = EVERYTHING.map(lambda case: replace(case, model=max(case.head, case.model)))
 CENTRAL = st.builds(Case, **SIZES, has_distance_bias=st.booleans())
@@ -103,6 +110,20 @@ def rotation(form: QKForm, position: int) -> Tensor:
         return torch.eye(head, dtype=torch.float64)
     phases = form.rotary.phases(torch.tensor(position))
     return form.rotary.turn(torch.eye(head, dtype=torch.float64), phases).mT
+
+
+def placed(form: QKForm, tokens: int, j: int) -> tuple[Tensor, Tensor]:
+    """What joins key j of the last query, and its logit, by the tables' own order."""
+    tables = form.relative
+    if tables is None:
+        return torch.zeros(form.query.shape[0], dtype=torch.float64), torch.tensor(0.0)
+    assert tables.columns is not None and tables.bias is not None
+    if tables.rows is None:
+        entry = min(tokens - 1 - j + 1, 3)
+        return tables.columns[entry], tables.bias[entry]
+    place = j + 6 - tokens  # the query stands in the last column of the last row
+    row, column = 1 - place // 3, 2 - place % 3
+    return tables.rows[row + 1] + tables.columns[column + 2], tables.bias[row + 1, column + 2]
 
 
 @dataclass(frozen=True)
@@ -128,12 +149,14 @@ class Dense:
         )
         forms, linear, constant = [], [], []
         for j in range(tokens):
-            sees, see = rotation(form, j + 1) @ form.key @ pick[j], rotation(form, j + 1) @ key_bias
+            joins, adds = placed(form, tokens, j)
+            sees = rotation(form, j + 1) @ form.key @ pick[j]
+            see = rotation(form, j + 1) @ key_bias + rotation(form, tokens) @ joins
             product = sees.mT @ asks / form.temperature
             forms.append((product + product.mT) / 2)
             linear.append((sees.mT @ ask + asks.mT @ see) / form.temperature)
             bias = 0 if form.distance_bias is None else form.distance_bias[tokens - 1 - j]
-            constant.append(see @ ask / form.temperature + bias)
+            constant.append(see @ ask / form.temperature + bias + adds)
         sigma = process.covariance
         sigma = torch.eye(model, dtype=torch.float64) if sigma is None else sigma
         mean = torch.zeros(tokens, model) if process.mean is None else process.mean
@@ -392,6 +415,16 @@ def stack_of(case: Case) -> tuple[QKForm, list[QKForm], TokenProcess]:
     query, key = (torch.stack([getattr(h, name) for h in heads]) for name in ("query", "key"))
     query, key = query.unflatten(0, (2, 3)), key.unflatten(0, (2, 3))
     stack = QKForm(query, key, heads[0].temperature, rotary=heads[0].rotary, **biases)
+    tables = [head.relative for head in heads if head.relative is not None]
+    if tables:
+        every = [{} for _ in tables]
+        for table, kept in zip(tables, every, strict=True):
+            table.mapped(lambda name, value, kept=kept: kept.setdefault(name, value))
+        joined = {
+            name: torch.stack([kept[name] for kept in every]).unflatten(0, (2, 3))
+            for name in every[0]
+        }
+        stack = replace(stack, relative=tables[0].mapped(lambda name, _: joined[name]))
     return stack, heads, case.draw()[1]
 
 

@@ -233,6 +233,9 @@ def best_fit(told: Told, pairing: Pairing, start: int = 0) -> Fit:
 
 def gap_of(told: Told, form: QKForm, lined: LinedUp) -> float:
     """The gap of some form on inputs and logits that fit together."""
+    places = form.relative.places if form.relative is not None else None
+    if places is not None and max(lined.theirs.shape[-2:]) > places:
+        return math.inf  # no table for so many
     ours = logits_of(told, form, lined.asks, lined.answers)
     return gap(ours, lined.theirs, counted(form, lined.theirs))
 
@@ -352,6 +355,8 @@ def controls(told: Told, others: list[Told], lined: LinedUp) -> dict[str, float]
         wrong["no rotation"] = form_changed(form, rotary=None)
     if form.distance_bias is not None:
         wrong["no bias by distance"] = form_changed(form, distance_bias=None)
+    if form.relative is not None:
+        wrong["no terms by relative position"] = form_changed(form, relative=None)
     if form.query_bias is not None:
         wrong["no query bias"] = form_changed(form, query_bias=None)
     return {name: gap_of(told, one, lined) for name, one in wrong.items()}

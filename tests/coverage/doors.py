@@ -177,7 +177,7 @@ def penalty(model: nn.Module) -> float:
 def form_changed(form: QKForm, **changes: Any) -> QKForm:
     """A form with some of its parts replaced."""
     names = ("query", "key", "temperature", "query_bias", "key_bias", "rotary", "distance_bias",
-             "query_norm", "key_norm")  # fmt: skip
+             "query_norm", "key_norm", "relative")  # fmt: skip
     return QKForm(**{name: getattr(form, name) for name in names} | changes)
 
 
@@ -197,7 +197,7 @@ def logits_of(
 ) -> Tensor:
     """The form's logits of (batch, queries, width) on (batch, keys, width), by its definition.
 
-    (W_Q x_t + b_q)·(W_K x_s + b_k)/λ, turned by the positions, plus the bias by distance.
+    (W_Q x_t + b_q)·(W_K x_s + b_k)/λ, turned by the positions, plus what distances add.
     `turning` turns queries and keys in place of the form's rotation.
     """
     query = asks.double()[:, None] @ form.query.double().mT
@@ -224,6 +224,14 @@ def logits_of(
     if form.distance_bias is not None:
         distance = torch.arange(query.shape[-2])[:, None] - torch.arange(key.shape[-2])
         logits = logits + form.distance_bias.double()[:, distance.clamp_min(0)]
+    if form.relative is not None:
+        asked, answered = torch.arange(query.shape[-2]), key.shape[-2]
+        table = form.relative.keys_at(asked, answered)
+        if table is not None:
+            moved = torch.einsum("bhqd,hqkd->bhqk", query, table.double())
+            logits = logits + moved / form.temperature
+        bias = form.relative.bias_at(asked, answered)
+        logits = logits if bias is None else logits + bias.double()
     if told.softcap is not None:
         logits = told.softcap * (logits / told.softcap).tanh()
     return logits

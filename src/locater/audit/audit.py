@@ -262,6 +262,8 @@ class Layers:
         """Some heads' forms as stored, and the gains that their factors are still to be multiplied
         with, so that nobody has to copy them."""
         form = layout.form(tensors, distances=distances, key_heads=key_heads)
+        if form.relative is not None and (form.relative.places or distances) < distances:
+            form = replace(form, relative=None)  # as its caveat says
         gain, shift = self.gain(layout, tensors) if gains else (None, None)
         if shift is not None:
             own = form.query.detach().double() @ shift

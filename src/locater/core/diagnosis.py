@@ -149,8 +149,8 @@ def _neutral(
         return replace(form, query_bias=None, key_bias=None), process
     if name == "rotation" and form.rotary is not None:
         return replace(form, rotary=None), process
-    if name == "distance" and form.distance_bias is not None:
-        return replace(form, distance_bias=None), process
+    if name == "distance" and (form.distance_bias is not None or form.relative is not None):
+        return replace(form, distance_bias=None, relative=None), process
     return None
 
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, Literal, get_args
 
 import torch
-from jaxtyping import Complex, Float
+from jaxtyping import Complex, Float, Int
 from torch import Tensor
 
 from locater.errors import ConfigError, InputError, check_choice
@@ -189,6 +189,83 @@ class HeadNorm:
         return replace(self, **moved)
 
 
+@dataclass(frozen=True, eq=False)
+class Relative:
+    """What a logit gains for where its key stands from its query: bias(Δ) + q·key(Δ)/λ.
+
+    Δ counts tokens back to the key; on a `grid` of places, read row by row, it counts rows and
+    columns.  Offsets past the end of a table take its last entry.
+
+    >>> relative = Relative(bias=torch.tensor([[-1.0, 0.0, 5.0]]), ahead=1)
+    >>> relative.bias_at(torch.tensor([2]), 3)  # two back, one back, the query's own place
+    tensor([[5., 5., 0.]])
+    """
+
+    columns: Float[Tensor, "*heads across head"] | None = None
+    rows: Float[Tensor, "*heads down head"] | None = None
+    """Vectors that join the key, one for each offset of columns (tokens) and of rows."""
+    bias: Float[Tensor, "*heads down across"] | Float[Tensor, "*heads across"] | None = None
+    """Numbers that join the logit."""
+    ahead: int = 0
+    """Entries of `columns` and `bias` that belong to keys after the query."""
+    grid: tuple[int, int] | None = None
+    """Rows and columns of the places; None: a text of any length."""
+
+    @property
+    def places(self) -> int | None:
+        """The most tokens that it knows places for."""
+        return None if self.grid is None else math.prod(self.grid)
+
+    def _offsets(self, queries: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+        """Rows and columns from each query back to every key, as entries of the tables."""
+        if self.places is not None and tokens > self.places:
+            raise InputError(
+                f"a table of {self.grid} places cannot place {tokens} tokens.",
+                hint=f"ask for {self.places} tokens at most.",
+            )
+        keys = torch.arange(tokens, device=queries.device)
+        if self.grid is None:
+            back = queries[:, None] - keys
+            return torch.zeros_like(back), back + self.ahead
+        height, width = self.grid
+        first = height * width - tokens  # fewer tokens are the last ones of the picture
+        asks, answers = queries[:, None] + first, keys + first
+        row, column = asks // width - answers // width, asks % width - answers % width
+        return row + height - 1, column + width - 1
+
+    def bias_at(
+        self, queries: Int[Tensor, " queries"], tokens: int
+    ) -> Float[Tensor, "*heads queries tokens"] | None:
+        """What joins the logits of these queries with all tokens."""
+        if self.bias is None:
+            return None
+        row, column = self._offsets(queries, tokens)
+        column = column.clamp(0, self.bias.shape[-1] - 1)
+        return self.bias[..., column] if self.grid is None else self.bias[..., row, column]
+
+    def keys_at(
+        self, queries: Int[Tensor, " queries"], tokens: int
+    ) -> Float[Tensor, "*heads queries tokens head"] | None:
+        """What joins the keys that these queries meet."""
+        row, column = self._offsets(queries, tokens)
+        parts = [
+            table[..., offset.clamp(0, table.shape[-2] - 1), :]
+            for table, offset in ((self.rows, row), (self.columns, column))
+            if table is not None
+        ]
+        return sum(parts[1:], parts[0]) if parts else None
+
+    def mapped(self, function: Callable[[str, Tensor], Tensor]) -> Relative:
+        """With every table changed, by its name."""
+        names = ("columns", "rows", "bias")
+        changed: dict[str, Any] = {
+            name: function(name, table)
+            for name in names
+            if (table := getattr(self, name)) is not None
+        }
+        return replace(self, **changed)
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class QKForm(Shown):
     """A stack of heads' W_QK = W_Qᵀ W_K (Section 2), kept as the two factors a checkpoint stores.
@@ -214,6 +291,8 @@ class QKForm(Shown):
     query_norm: HeadNorm | None = None
     key_norm: HeadNorm | None = None
     """Norms between projection and product; their root mean square is in the factors."""
+    relative: Relative | None = None
+    """Tables of relative positions (Transformer-XL, Swin, SAM)."""
 
     _picture = ("line", "head:O", "trace:Q", "head:N")
 
@@ -393,7 +472,8 @@ class QKForm(Shown):
                 hint="index the axes before (head, model), counted from 0.",
             ) from error
         norms = {name: norm.taken(index) for name, norm in self._norms().items()}
-        return replace(self, **parts, **norms)
+        relative = self.relative and self.relative.mapped(lambda _, table: table[(*index, ...)])
+        return replace(self, **parts, **norms, relative=relative)
 
     @property
     def T(self) -> QKForm:  # noqa: N802
@@ -434,7 +514,10 @@ class QKForm(Shown):
             self.rotary.frequencies.to(device=device, dtype=dtype), self.rotary.layout
         )
         norms = {name: norm.to(device) for name, norm in self._norms().items()}
-        return replace(self, **moved, **norms, rotary=rotary)
+        relative = self.relative and self.relative.mapped(
+            lambda _, table: table.to(device=device, dtype=dtype)
+        )
+        return replace(self, **moved, **norms, rotary=rotary, relative=relative)
 
     def at_offset(self, offset: int) -> QKForm:
         """The form of a query and the key so many tokens before it: W_Qᵀ R W_K, no longer turning.
@@ -474,7 +557,13 @@ class QKForm(Shown):
             for name, value in self._tensors().items()
             if name != "distance_bias"
         }
-        return replace(self, **scaled, temperature=temperature)
+        power_of_key = torch.tensor(-key)
+        relative = self.relative and self.relative.mapped(
+            lambda name, table: (
+                table if name == "bias" else torch.ldexp(table.double(), power_of_key)
+            )
+        )
+        return replace(self, **scaled, temperature=temperature, relative=relative)
 
     def matrix(self) -> Float[Tensor, "*heads model model"]:
         """The dense W_QK; for small models and for tests."""

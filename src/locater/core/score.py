@@ -385,6 +385,9 @@ class SampledHeads:
             key = form.key_norm.apply(key, sizes)
         if form.rotary is not None:
             key = form.rotary.turn(key, _phases(form.rotary, samples.shape[1]))
+        placed = _placed(form, samples.shape[1])
+        if placed is not None:
+            key = key + placed[..., None, :, :]
         return cls(query, key, form.temperature, _shift(form, samples.shape[1]))
 
     @property
@@ -733,16 +736,18 @@ def _means(
         key_mean = mean @ form.key.double().mT
         own = form.query.double() @ mean[-1]
         query_mean = own if query_mean is None else own + query_mean
-    if form.rotary is None:  # what a bias adds is the same for all keys
-        return query_mean, key_mean
-    if form.key_bias is not None:
-        bias = form.key_bias.double()[..., None, :]
-        if key_mean is None:
-            key_mean = bias.expand(*bias.shape[:-2], process.tokens, -1)
-        else:
-            key_mean = key_mean + bias
-    if key_mean is not None:
-        key_mean = form.rotary.turn(key_mean, _phases(form.rotary, process.tokens))
+    if form.rotary is not None:  # else what a bias adds is the same for all keys
+        if form.key_bias is not None:
+            bias = form.key_bias.double()[..., None, :]
+            tokens = process.tokens
+            key_mean = bias.expand(*bias.shape[:-2], tokens, -1) if key_mean is None else (
+                key_mean + bias
+            )  # fmt: skip
+        if key_mean is not None:
+            key_mean = form.rotary.turn(key_mean, _phases(form.rotary, process.tokens))
+    placed = _placed(form, process.tokens)
+    if placed is not None:
+        key_mean = placed if key_mean is None else key_mean + placed
     return query_mean, key_mean
 
 
@@ -752,16 +757,30 @@ def _phases(rotary: Rotary, tokens: int) -> Tensor:
     return rotary.phases(torch.arange(1 - tokens, 1, dtype=torch.float64, device=device))
 
 
-def _shift(form: QKForm, tokens: int) -> Float[Tensor, "*heads tokens"] | None:
-    if form.distance_bias is None:
+def _placed(form: QKForm, tokens: int) -> Float[Tensor, "*heads tokens head"] | None:
+    """What tables of relative positions add to the keys that the last query meets."""
+    if form.relative is None:
         return None
+    placed = form.relative.keys_at(torch.tensor([tokens - 1], device=form.query.device), tokens)
+    return None if placed is None else placed.double()[..., 0, :, :]
+
+
+def _shift(form: QKForm, tokens: int) -> Float[Tensor, "*heads tokens"] | None:
+    """What is added to the logits of the last query for the distance of its keys."""
+    added = None
+    if form.relative is not None:
+        added = form.relative.bias_at(torch.tensor([tokens - 1], device=form.query.device), tokens)
+        added = None if added is None else added.double()[..., 0, :]
+    if form.distance_bias is None:
+        return added
     if form.distance_bias.shape[-1] < tokens:
         raise InputError(
             f"distance_bias covers {form.distance_bias.shape[-1]} distances, "
             f"the process has {tokens} tokens.",
             hint="give a bias for every distance from 0 to tokens - 1.",
         )
-    return form.distance_bias.double()[..., :tokens].flip(-1)
+    shift = form.distance_bias.double()[..., :tokens].flip(-1)
+    return shift if added is None else shift + added
 
 
 def _centered(values: Tensor, axis: int) -> Tensor:

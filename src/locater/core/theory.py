@@ -288,7 +288,7 @@ def propagation(
     tensor([0.4389, 0.8110, 0.8096], dtype=torch.float64)
     """
     check_choice("method", method, get_args(Method))
-    extras = (process.mean, form.query_bias, form.rotary, form.distance_bias)
+    extras = (process.mean, form.query_bias, form.rotary, form.distance_bias, form.relative)
     if method == "as_printed":
         spectrum = form.spectrum(process.covariance)
         theta = torch.arange(1, process.tokens + 1).to(spectrum.trace) / process.tokens

@@ -12,7 +12,12 @@ from torch import Tensor
 
 from locater.core.form import HeadNorm, QKForm
 from locater.errors import InputError, guarded
-from locater.models.positions import RotarySpec, alibi_slopes, relative_buckets
+from locater.models.positions import (
+    RelativeSpec,
+    RotarySpec,
+    alibi_slopes,
+    relative_buckets,
+)
 
 Kind = Literal["self", "cross"]
 
@@ -195,6 +200,7 @@ class AttentionLayout:
     position_weight: str | None = None
     """The tensor that holds T5's relative bias, (buckets, heads)."""
     max_distance: int = 128
+    relative: RelativeSpec | None = None
     caveats: tuple[str, ...] = ()
     """What the spectrum of W_Qᵀ W_K leaves out here, in words."""
 
@@ -209,6 +215,7 @@ class AttentionLayout:
         sides = (self.query, self.key, *((self.key_turned,) if self.key_turned else ()))
         names = [name for side in sides for name in side.tensors]
         names += [self.position_weight] if self.position_weight else []
+        names += self.relative.tensors if self.relative else ()
         return tuple(dict.fromkeys(names))
 
     def form(
@@ -254,6 +261,17 @@ class AttentionLayout:
                 None if bias is None else bias * gain for bias in (query_bias, key_bias)
             )
         by_distance = self._distance_bias(tensors, distances, like=query)
+        relative = None
+        if self.relative is not None:
+            if self.relative.rule == "sinusoids":  # the queries' bias for contents
+                more = tensors[self.relative.tensors[1]].reshape(self.heads, -1)[ours].to(query)
+                query_bias = more if query_bias is None else query_bias + more
+            relative = self.relative.relative(
+                tensors,
+                heads=self.heads,
+                temperature=self.temperature,
+                distances=distances,
+            ).mapped(lambda _, table: table[ours])
         return QKForm(
             query,
             key,
@@ -264,6 +282,7 @@ class AttentionLayout:
             distance_bias=None if by_distance is None else by_distance[ours],
             query_norm=query_norm,
             key_norm=key_norm,
+            relative=relative,
         )
 
     @property

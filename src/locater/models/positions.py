@@ -9,13 +9,13 @@ import math
 from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from locater.core.form import Layout, Rotary
+from locater.core.form import Layout, Relative, Rotary
 
 Config = Mapping[str, Any]
 
@@ -258,3 +258,77 @@ def relative_buckets(
     far = (distance.clamp_min(1).float() / exact).log() / math.log(max_distance / exact)
     far = exact + (far * (half - exact)).long()
     return torch.where(distance < exact, distance, far.clamp_max(half - 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RelativeSpec:
+    """Stored tables of what a logit gains for where its key stands from its query."""
+
+    rule: Literal["grid products", "grid bias", "products", "sinusoids", "bias"]
+    tensors: tuple[str, ...] = ()
+    """Tables by rows and by columns; one table; or a projection of sinusoids and two biases."""
+    ahead: int | None = None
+    """Entries for keys after the query; None: half of them."""
+    is_reversed: bool = False
+    """Entries begin with the key that lies farthest back."""
+    is_bounded: bool = False
+    """Offsets past the end of the table gain nothing."""
+
+    @property
+    def words(self) -> str:
+        """What is added, for a caveat."""
+        what = "a number" if self.rule.endswith("bias") else "a product with the query"
+        said = f"{what} for the relative place of its key joins each logit, beside W_QK"
+        if not self.rule.startswith("grid"):
+            return said
+        return f"{said}; ρ and entropy have it where the tokens fit into its rows and columns"
+
+    def relative(
+        self,
+        tensors: Mapping[str, Tensor],
+        *,
+        heads: int,
+        temperature: float,
+        distances: int,
+    ) -> Relative:
+        """The tables as a form takes them, for every query head."""
+        tables = [tensors[name].detach() for name in self.tensors]
+        if self.rule == "grid products":  # of the query as it is, not divided by λ
+            rows, columns = ((table * temperature).expand(heads, *table.shape) for table in tables)
+            sizes = [(len(table) + 1) // 2 for table in tables]
+            return Relative(columns, rows, grid=(sizes[0], sizes[1]))
+        if self.rule == "grid bias":
+            side = math.isqrt(len(tables[0]))
+            bias = tables[0].mT.reshape(heads, side, side)
+            return Relative(bias=bias, grid=((side + 1) // 2, (side + 1) // 2))
+        if self.rule == "sinusoids":
+            return _sinusoids(*tables, heads=heads, temperature=temperature, distances=distances)
+        table = tables[0].reshape(-1, tables[0].shape[-1])
+        table = table.flip(0) if self.is_reversed else table
+        half = (len(table) - self.is_reversed) // 2  # a middle entry is the query's own place
+        ahead = half if self.ahead is None else self.ahead
+        if self.is_bounded:
+            table, ahead = torch.nn.functional.pad(table, (0, 0, 1, 1)), ahead + 1
+        if self.rule == "bias":
+            return Relative(bias=table.mT, ahead=ahead)
+        return Relative(table.expand(heads, -1, -1), ahead=ahead)
+
+
+def _sinusoids(
+    weight: Float[Tensor, "rows model"],
+    content: Float[Tensor, "heads head"],
+    position: Float[Tensor, "heads head"],
+    *,
+    heads: int,
+    temperature: float,
+    distances: int,
+) -> Relative:
+    """Transformer-XL's terms (q + v)·W p(Δ), where the form's queries are q + u already."""
+    offsets = torch.arange(1 - distances, distances).to(weight)
+    width = weight.shape[-1]
+    rates = 10_000.0 ** (-torch.arange(0, width, 2).to(weight) / width)
+    angles = offsets[:, None] * rates
+    waves = torch.stack((angles.sin(), angles.cos()), -1).flatten(-2)
+    columns = (waves @ weight.mT).unflatten(-1, (heads, -1)).transpose(0, 1)
+    moved = (position - content).reshape(heads, 1, -1)
+    return Relative(columns, bias=(columns * moved).sum(-1) / temperature, ahead=distances - 1)

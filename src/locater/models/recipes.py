@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from locater.models.positions import Config
+from locater.models.positions import Config, RelativeSpec
 
 NAMES_CAVEAT = "recognized by its tensor names alone; temperature and positions are assumed"
 HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "nhead", "heads",
@@ -185,6 +185,25 @@ RECIPES: tuple[Recipe, ...] = (
     replace(_ANY, family="qkv", query="qkv_proj"),
     replace(_ANY, family="qkv", query="att_proj"),
 )
+
+_GRID_BIAS = RelativeSpec(rule="grid bias")
+_SINUSOIDS = RelativeSpec(rule="sinusoids")
+RELATIVE: tuple[tuple[tuple[str, ...], RelativeSpec], ...] = (
+    (("rel_pos_h", "rel_pos_w"), RelativeSpec(rule="grid products")),  # SAM
+    (("relative_position_bias_table",), _GRID_BIAS),  # Swin
+    (("relative_position_bias.relative_position_bias_table",), _GRID_BIAS),
+    (("relative_k_proj.weight", "bias_u", "bias_v"), _SINUSOIDS),  # Transformer-XL's
+    (("linear_pos.weight", "pos_bias_u", "pos_bias_v"), _SINUSOIDS),
+    (("distance_embedding.weight",), RelativeSpec(rule="products", is_reversed=True)),
+    (("emb_rel_k",), RelativeSpec(rule="products", is_reversed=True, is_bounded=True)),  # VITS
+    (("embed_positions.pe_k.weight",), RelativeSpec(rule="products")),  # SpeechT5
+    (("rel_pos_emb.weight",), RelativeSpec(rule="products")),  # Granite Speech
+    (
+        ("relative_attention_bias_layer.bias_values.weight",),
+        RelativeSpec(rule="bias", is_reversed=True),
+    ),
+)
+"""Tensors below an attention, or above it, that hold terms by relative position."""
 
 _GEMMA4 = ("gemma4_text", "gemma4_unified_text", "diffusion_gemma_text", "embedding_gemma2_text",
            "gemma3n_text")  # fmt: skip

@@ -25,13 +25,14 @@ from locater.models.names import (
 )
 from locater.models.positions import (
     Config,
+    RelativeSpec,
     RotarySpec,
     first_of,
     latent_magnitude,
     layer_type,
     rotary_spec,
 )
-from locater.models.recipes import HEADS, NAMES_CAVEAT, RECIPES, TRAITS, Recipe
+from locater.models.recipes import HEADS, NAMES_CAVEAT, RECIPES, RELATIVE, TRAITS, Recipe
 
 HEAD_LEAVES = ("attention_heads", "num_attention_heads", "num_heads")
 OTHER_HEADS = ("encoder_attention_heads", "decoder_attention_heads", "resampler_n_heads",
@@ -315,6 +316,7 @@ class _Site:
             position_bias=bias,
             position_weight=position_weight,
             max_distance=self.config.get("relative_attention_max_distance") or 128,
+            relative=self.relative() if kind == "self" else None,
         )
         if layout.qk_norm and not recipe.is_latent:
             layout = self.with_norms(layout)
@@ -595,6 +597,26 @@ class _Site:
         stored = next((self.names.stored[name] for name in names if name in self.names), None)
         return ("t5" if stored else None), stored
 
+    def relative(self) -> RelativeSpec | None:
+        """Tables of relative positions, by the names that they are stored under."""
+        for leaves, spec in RELATIVE:
+            is_above = leaves[0].count(".") > 1  # one table for all layers of a stack
+            places = [self.attention]
+            while is_above and places[-1]:
+                places.append(places[-1].rpartition(".")[0])
+            for place in places:
+                names = [join(place, leaf) for leaf in leaves]
+                if not all(name in self.names for name in names):
+                    continue
+                entries = self.names.shape(names[0])[0]
+                if spec.rule == "grid bias" and math.isqrt(entries) ** 2 != entries:
+                    continue  # entries for a class token stand beside those of places
+                if leaves[0].startswith("distance_embedding"):
+                    behind = self.config.get("right_max_position_embeddings")
+                    spec = replace(spec, ahead=behind)
+                return replace(spec, tensors=tuple(self.names.stored[name] for name in names))
+        return None
+
     def has_qk_norm(self) -> bool:
         """Whether a norm stands between the projections and their product."""
         if self.has("normalizes inputs"):
@@ -659,6 +681,8 @@ class _Site:
             yield "gains act after the rotation; their order is not in the form"
         if layout.position_bias:
             yield f"a bias by distance ({layout.position_bias}) is added to the logits"
+        if layout.relative:
+            yield layout.relative.words
         if str(config.get("position_embedding_type", "absolute")).startswith("relative"):
             yield "relative position embeddings add terms to the logits that are not in the form"
 
