@@ -166,6 +166,8 @@ def unmasked(theirs: Tensor, hidden: float = SEEN) -> Tensor:
     if hidden >= HUGE:
         return seen
     span = below.masked_fill(~seen, math.nan).nanquantile(0.2, -1, keepdim=True)
+    if theirs.ndim == 4:  # a mask is the same for all heads
+        seen = seen & (below < hidden).any(1, keepdim=True)
     return seen & ((below < hidden) | (below < 20 * span))
 
 

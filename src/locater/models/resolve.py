@@ -144,19 +144,8 @@ def own_config(attention: str, config: Config) -> Config:
     """
     path = attention.split(".")
     while True:  # from the whole to its parts
-        assumed = defaults(config.get("model_type")).get("parts", {})
-        parts: dict[str, Config] = {
-            key: value
-            for key, value in {**dict.fromkeys(assumed, NOTHING), **config}.items()
-            if _is_part(key, value)
-        }
-        scores = {
-            key: max(
-                _likeness(path, key.removesuffix("_config")),
-                2 * (value.get("model_type", assumed.get(key)) in path),
-            )
-            for key, value in parts.items()
-        }
+        parts = _parts(config)
+        scores = {key: _score(path, key, value) for key, value in parts.items()}
         best = max(scores, key=lambda key: scores[key], default="")
         has_heads = first_of(config, *HEADS) is not None
         if not best or scores[best] < (1 if has_heads else 0.5):
@@ -167,9 +156,24 @@ def own_config(attention: str, config: Config) -> Config:
             path = path[path.index(best) + 1 :]
         elif scores[best] < 1:
             path = path[1:]
-        inner = dict(parts[best])
-        inner.setdefault("model_type", assumed.get(best))
-        config = inner
+        config = parts[best]
+
+
+def _parts(config: Config) -> dict[str, Config]:
+    """The configs inside a config, with the types that its own type assumes of them."""
+    assumed = defaults(config.get("model_type")).get("parts", {})
+    every = {**dict.fromkeys(assumed, NOTHING), **config}
+    return {
+        key: {"model_type": assumed.get(key), **value}
+        for key, value in every.items()
+        if _is_part(key, value)
+    }
+
+
+def _score(path: Sequence[str], key: str, part: Config) -> float:
+    """How well a path fits a part of a config, or what that part holds."""
+    own = max(_likeness(path, key.removesuffix("_config")), 2 * (part.get("model_type") in path))
+    return max([own, *(_score(path, *one) for one in _parts(part).items())])
 
 
 def _is_part(key: str, value: object) -> bool:

@@ -486,7 +486,8 @@ def _unlike_the_theory(samples: AttentionSamples, query: int) -> str:
         return "its query is the same in every block: there is nothing to predict"
     form = samples.attention.form(distances=2)
     is_moved = samples.inputs.shape[1] != query + 1  # keys behind the query came before it
-    if is_moved and (form.rotary is not None or form.distance_bias is not None):
+    by_place = (form.rotary, form.distance_bias, form.relative)
+    if is_moved and any(part is not None for part in by_place):
         return "keys behind a query have distances of their own: ask the last query"
     return ""
 
