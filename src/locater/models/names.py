@@ -207,10 +207,18 @@ def part_of(attention: str, usual: str = "") -> str:
     return next((part for part, pattern in _STACKS.items() if pattern.search(path)), "model")
 
 
+_AFTER_SELF = {
+    "multihead_attn": "self_attn",  # torch
+    "attn2": "attn1",  # diffusers
+    "second_sub_layer": "first_sub_layer",  # NeMo
+}
+"""Modules that attend to an encoder's tokens where another stands beside them."""
+
+
 def kind_of(attention: str, names: Names) -> Kind:
     """Tell attention to the own tokens from attention to an encoder's."""
     parent, _, last = attention.rpartition(".")
-    beside = {"multihead_attn": "self_attn", "attn2": "attn1"}.get(last)  # torch, diffusers
+    beside = _AFTER_SELF.get(last)
     if _CROSS.search(attention) or (beside and join(parent, beside) in names.modules):
         return "cross"
     return "self"

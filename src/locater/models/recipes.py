@@ -176,6 +176,7 @@ RECIPES: tuple[Recipe, ...] = (
     replace(_ANY, family="to_q", query="to_q", key="to_kv", key_parts=2),
     replace(_ANY, family="linear_q", query="linear_q", key="linear_k"),
     replace(_ANY, family="project_q", query="project_q", key="project_k", rotary=None),
+    replace(_ANY, family="nemo", query="query_net", key="key_net", rotary=None),
     replace(_ANY, family="ctrl", query="Wq", key="Wk", rotary=None),
     replace(_ANY, family="funnel", query="q_head", key="k_head", rotary=None),
     replace(_ANY, family="cvt", query="projection_query", key="projection_key", rotary=None),

@@ -149,9 +149,10 @@ def own_config(attention: str, config: Config) -> Config:
         best = max(scores, key=lambda key: scores[key], default="")
         has_heads = first_of(config, *HEADS) is not None
         if not best or scores[best] < (1 if has_heads else 0.5):
-            if has_heads or "text_config" not in parts:
+            usual = [key for key in ("text_config", "encoder_config") if key in parts]
+            if has_heads or not usual:
                 return completed(config)
-            best = "text_config"
+            best = usual[0]
         if best in path:
             path = path[path.index(best) + 1 :]
         elif scores[best] < 1:
