@@ -216,6 +216,7 @@ TRAITS: Mapping[str, frozenset[str]] = {
         "pix2struct_text_model pix2struct_vision_model gemma4_vision dia_encoder dia_decoder dia "
         + " ".join(_GEMMA4),
         "scaled by head_dim": "inkling_text",
+        "scaled by width": "cvt",
         "half of head_dim": "zamba zamba2",
         # rotary positions
         "interleaved": "gptj cohere cohere2 cohere2_moe codegen glm glm4 glm4v_text glm_ocr_text "
@@ -229,7 +230,8 @@ TRAITS: Mapping[str, frozenset[str]] = {
         "says how it turns": "esm granitemoehybrid",
         "turns by its share": "minimax_m3_vl_text",
         "no rotation": "kimi_linear glm5_next_text",
-        "turns": "roformer",
+        "turns": "roformer clvp_encoder",
+        "turns by its projection": "clvp_encoder",
         "turns in two dimensions": "chmv2 cohere_compass_vision dinov3_vit "
         "dots3_note_vision_encoder ernie4_5_vl_moe_vision exaone4_5_vision gemma4_vision "
         "glm4v_moe_vision glm4v_vision glm5_next_vision glm_ocr_vision inkling2_vision "
@@ -261,7 +263,7 @@ TRAITS: Mapping[str, frozenset[str]] = {
         "no softmax": "autoformer mra reformer xlstm yoso",
         # what a form does not have
         "adds terms": "cpmant layoutlmv3 lilt udop phi4_multimodal_audio beit grounding-dino "
-        "mm-grounding-dino speecht5 bros pegasus_x sam3_detr_decoder clvp_encoder "
+        "mm-grounding-dino speecht5 bros pegasus_x sam3_detr_decoder "
         "sam3_lite_text_detr_decoder inkling_text inkling2_text zaya",
         "pools": "hiera sam2_hiera_det_model mobilevit pvt pvt_v2 segformer florence_vision "
         "groupvit_vision_model videoprism_vision_model cvt canine",

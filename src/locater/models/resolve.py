@@ -128,6 +128,7 @@ _ALIKE = {
     "audio": ("speech", "sound"),
     "backbone": ("pixel_level_module", "conv_encoder"),
     "vq": ("vqmodel",),
+    "decoder": ("conditioning_encoder",),  # CLVP
 }
 """Words of tensor names that mean what a part of a config is called."""
 
@@ -294,7 +295,7 @@ class _Site:
         part, kind = part_of(self.attention, recipe.part), kind_of(self.attention, self.names)
         cut = self.cut(part)
         heads = self.heads(part)
-        temperature = self.temperature(cut.head_dim)
+        temperature = self.temperature(cut.head_dim, cut.model)
         bias, position_weight = self.position(kind)
         rotary = None
         if kind == "self" and not str(bias).endswith("alibi"):
@@ -530,7 +531,7 @@ class _Site:
             raise _UnreadableError(f"{child} is packed in 8 bits (bitsandbytes)")
         return next((self.names.stored[name] for name in names if name in self.names), None)
 
-    def temperature(self, head_dim: int) -> float:
+    def temperature(self, head_dim: int, model: int) -> float:
         """λ: a multiplier that the config names, or the row's rule."""
         config, value = self.config, self.recipe.temperature(self.config, head_dim, self.layer)
         if self.recipe.family == "gguf":  # it says its own scale
@@ -539,6 +540,8 @@ class _Site:
             value = 1.0
         elif self.has("scaled by head_dim"):
             value = float(head_dim)
+        elif self.has("scaled by width"):
+            value = math.sqrt(model)
         elif self.has("half of head_dim"):
             value = math.sqrt(head_dim / 2)
         elif config.get("attention_multiplier"):
@@ -566,6 +569,9 @@ class _Site:
         if config.get("rope_interleave") is not None:
             layout = "interleaved" if config["rope_interleave"] else "half"
         turned = cut.head_dim if self.has("turns by its share") else None
+        if self.has("turns by its projection"):
+            heads, width = first_of(config, *HEADS), config.get("projection_dim")
+            turned = max(int(width or 0) // (2 * int(heads or 1)), 32)
         if cut.key_turned is not None and cut.key_turned.stop is not None:
             turned = cut.key_turned.stop - cut.key_turned.start
         size = turned or cut.head_dim
