@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from locater import ConfigError, InputError, QKForm, Rotary, Spectrum
-from locater.core.form import semidefinite_root
+from locater import ConfigError, InputError, QKForm, Rotary, Spectrum, TokenProcess
+from locater.core.form import Relative, semidefinite_root
+from locater.core.theory import logit_moments
 
 HEADS, MODELS, SEEDS = st.integers(1, 5), st.integers(1, 7), st.integers(0, 2**31)
 NAN, INF = math.nan, math.inf
@@ -241,8 +243,12 @@ def test_moving_a_form_moves_all_of_it() -> None:
         key_bias=torch.ones(2, 2),
         rotary=Rotary(torch.ones(1), "interleaved"),
         distance_bias=torch.ones(2, 4),
+        relative=Relative(torch.ones(2, 3, 2), bias=torch.ones(2, 3), ahead=1),
     )
     moved = form.to(torch.float64)
+    assert moved.relative is not None
+    for table in (moved.relative.columns, moved.relative.bias):
+        assert table is not None and table.dtype == torch.float64
     assert moved.rotary is not None and moved.rotary.layout == "interleaved"
     tensors = (moved.query, moved.key, moved.query_bias, moved.key_bias, moved.distance_bias)
     for tensor in (*tensors, moved.rotary.frequencies):
@@ -381,6 +387,12 @@ def dressed(seed: int, *heads: int) -> QKForm:
         key_bias=normal(generator, *heads, 4),
         distance_bias=normal(generator, *heads, 6),
         rotary=Rotary.from_base(4),
+        relative=Relative(
+            normal(generator, *heads, 5, 4),
+            normal(generator, *heads, 3, 4),
+            normal(generator, *heads, 3, 5),
+            grid=(2, 3),
+        ),
     )
 
 
@@ -392,6 +404,49 @@ def test_some_heads_of_a_stack_are_those_heads(index: object) -> None:
     torch.testing.assert_close(some.matrix(), form.matrix()[index])  # type: ignore[index]
     for name in ("query_bias", "key_bias", "distance_bias"):
         assert torch.equal(getattr(some, name), getattr(form, name)[index])
+    assert some.relative is not None and form.relative is not None
+    for name in ("columns", "rows", "bias"):
+        assert torch.equal(getattr(some.relative, name), getattr(form.relative, name)[index])
+
+
+def test_places_on_a_grid_are_rows_and_columns_apart() -> None:
+    relative = dressed(0).relative
+    assert relative is not None and relative.rows is not None and relative.places == 6
+    assert relative.columns is not None and relative.bias is not None
+    queries = torch.arange(6)
+    keys, bias = relative.keys_at(queries, 6), relative.bias_at(queries, 6)
+    assert keys is not None and bias is not None
+    for i in range(6):
+        for j in range(6):
+            down, across = i // 3 - j // 3, i % 3 - j % 3
+            joined = relative.rows[down + 1] + relative.columns[across + 2]
+            assert torch.equal(keys[i, j], joined)
+            assert bias[i, j] == relative.bias[down + 1, across + 2]
+    with pytest.raises(InputError, match=r"cannot place 7 tokens.\nhint: ask for 6 tokens at most"):
+        relative.keys_at(queries, 7)
+
+
+@pytest.mark.parametrize("exponent", [-200, 150])
+def test_a_balanced_form_keeps_what_places_add(exponent: int) -> None:
+    form = replace(dressed(1), distance_bias=None, rotary=None)
+    assert form.relative is not None
+    power = torch.tensor(exponent)
+    tables = form.relative.mapped(
+        lambda name, table: table if name == "bias" else torch.ldexp(table, power)
+    )
+    far = replace(
+        form,
+        query=torch.ldexp(form.query, power),
+        key=torch.ldexp(form.key, power),
+        query_bias=None,
+        key_bias=None,
+        relative=tables,
+        temperature=math.ldexp(form.temperature, 2 * exponent),
+    )
+    process = TokenProcess.random_walk(6)
+    near = replace(form, query_bias=None, key_bias=None)
+    found, expected = (logit_moments(one, process) for one in (far.balanced(), near))
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
 @given(head=HEADS, other=HEADS, model=MODELS, seed=SEEDS)

@@ -74,6 +74,9 @@ MOST_USED = [
     "dinov3_vit",
     "swin",
     "llava",
+    "sam",
+    "parakeet_ctc",
+    "speecht5",
 ]
 """The families that people use most, as far as downloads tell."""
 
@@ -85,6 +88,7 @@ GUARDS = {
     "bert", "deberta-v2", "modernbert", "gpt2", "gpt_neox", "gptj", "gpt_bigcode", "bloom",
     "falcon", "llama", "llama4_text", "qwen3_next", "qwen2_vl", "gemma3", "phi3", "deepseek_v3",
     "gpt_oss", "granitemoehybrid", "cohere2", "t5", "whisper", "clip", "vit", "llava",
+    "swin", "parakeet_ctc",
 }  # fmt: skip
 """One for each way in which families differ; the others are put to the test with the slow ones."""
 

@@ -299,6 +299,12 @@ def _readable(model: nn.Module, layers: str | None = None) -> list[LiveAttention
             "the model has no self-attention whose queries and keys can be read.",
             hint="`locater probe` measures any model.",
         )
+    placed = [one.layout.name for one in found if one.layout.relative is not None]
+    if placed:
+        raise InputError(
+            f"{placed[0]} has tables of relative positions, which moments do not keep.",
+            hint="choose other attentions with layers=..., or measure this one: `locater probe`.",
+        )
     return found
 
 
