@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from locater.core.diagnosis import diagnose as diagnose
     from locater.core.form import QKForm as QKForm
     from locater.core.form import Rotary as Rotary
-    from locater.core.form import Spectrum as Spectrum
     from locater.core.gradient import QKGradient as QKGradient
     from locater.core.gradient import qk_gradient as qk_gradient
     from locater.core.penalty import LocAteRConfig as LocAteRConfig
     from locater.core.process import TokenProcess as TokenProcess
+    from locater.core.spectrum import Spectrum as Spectrum
     from locater.core.theory import PredictedAttention as PredictedAttention
     from locater.core.theory import Profile as Profile
     from locater.core.theory import Regime as Regime
@@ -81,7 +81,8 @@ _HOMES = {
     "locater.core.gradient": ("QKGradient", "qk_gradient"),
     "locater.core.penalty": ("LocAteRConfig",),
     "locater.core.process": ("TokenProcess",),
-    "locater.core.form": ("QKForm", "Rotary", "Spectrum"),
+    "locater.core.form": ("QKForm", "Rotary"),
+    "locater.core.spectrum": ("Spectrum",),
     "locater.core.theory": (
         "PredictedAttention",
         "Profile",

@@ -22,8 +22,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from locater.core.form import QKForm, check_covariance, semidefinite_root
+from locater.core.form import QKForm
 from locater.core.process import ProcessName, TokenProcess, centered_kernel
+from locater.core.spectrum import check_covariance, semidefinite_root
 from locater.core.theory import Profile, is_on, propagates, propagation
 from locater.engines import Engine, one_thread, run_units
 from locater.errors import ConfigError, at_least, check_choice

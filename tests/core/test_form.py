@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from locater import ConfigError, InputError, QKForm, Rotary, Spectrum, TokenProcess
-from locater.core.form import Relative, semidefinite_root
+from locater.core.form import Relative
+from locater.core.spectrum import semidefinite_root
 from locater.core.theory import logit_moments
 
 HEADS, MODELS, SEEDS = st.integers(1, 5), st.integers(1, 7), st.integers(0, 2**31)

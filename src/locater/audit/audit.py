@@ -19,9 +19,10 @@ from locater.audit.table import LIST_COLUMNS, Audit, HeadRecord, Status, compare
 from locater.checkpoints.formats import GGUF_TESTED
 from locater.checkpoints.open import Checkpoint, open_checkpoint
 from locater.checkpoints.source import Say, silent
-from locater.core.form import HeadNorm, QKForm, Spectrum
+from locater.core.form import HeadNorm, QKForm
 from locater.core.process import DENSE_TOKENS, LongProcess, ProcessName, TokenProcess
 from locater.core.score import HeadMoments, LogitDraws, SampledHeads
+from locater.core.spectrum import Spectrum
 from locater.core.theory import REGIMES, Profile, attention_entropy, regime_of
 from locater.engines import one_thread
 from locater.errors import ConfigError, InputError, LocaterError, check_choice

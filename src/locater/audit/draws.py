@@ -21,8 +21,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater.core.bounds import entropy_lower_bound
-from locater.core.form import Spectrum
 from locater.core.score import HeadMoments, LogitDraws
+from locater.core.spectrum import Spectrum
 
 NULL_DRAWS = 48
 

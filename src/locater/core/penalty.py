@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from locater.core.form import Spectrum
+from locater.core.spectrum import Spectrum
 from locater.errors import ConfigError, InputError, check_choice
 
 Reduce = Literal["sum", "mean"]

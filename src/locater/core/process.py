@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from locater.core.form import check_covariance, semidefinite_root
+from locater.core.spectrum import check_covariance, semidefinite_root
 from locater.errors import ConfigError, InputError, check_choice
 from locater.notebook import Shown
 

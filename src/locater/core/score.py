@@ -20,15 +20,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from locater.core.form import (
-    QKForm,
-    Rotary,
-    Spectrum,
-    gram_root,
-    semidefinite_root,
-)
+from locater.core.form import QKForm, Rotary
 from locater.core.process import DENSE_TOKENS, LongProcess, TokenProcess, centered_kernel
 from locater.core.quadratic import QuadraticFamily, QuadraticLaw
+from locater.core.spectrum import Spectrum, gram_root, semidefinite_root
 from locater.errors import InputError
 
 RhoMethod = Literal["exact", "gaussian", "saddlepoint"]
@@ -762,7 +757,7 @@ def _placed(form: QKForm, tokens: int) -> Float[Tensor, "*heads tokens head"] | 
     if form.relative is None:
         return None
     placed = form.relative.keys_at(torch.tensor([tokens - 1], device=form.query.device), tokens)
-    return None if placed is None else placed.double()[..., 0, :, :]
+    return None if placed is None else placed[..., 0, :, :]
 
 
 def _shift(form: QKForm, tokens: int) -> Float[Tensor, "*heads tokens"] | None:
@@ -770,7 +765,7 @@ def _shift(form: QKForm, tokens: int) -> Float[Tensor, "*heads tokens"] | None:
     added = None
     if form.relative is not None:
         added = form.relative.bias_at(torch.tensor([tokens - 1], device=form.query.device), tokens)
-        added = None if added is None else added.double()[..., 0, :]
+        added = None if added is None else added[..., 0, :]
     if form.distance_bias is None:
         return added
     if form.distance_bias.shape[-1] < tokens:
