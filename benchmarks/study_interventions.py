@@ -13,7 +13,6 @@ dropped at the one attention.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -24,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from studies import asked_blocks, has_page, stored, study_parser
+from studies import load as load
 from torch import Tensor, nn
 
 from locater.control.trial import next_token_loss
@@ -39,10 +40,8 @@ from locater.models.positions import stretched
 from locater.probe.samples import collect, logit_gap
 from locater.reality.predictions import KeyClusters
 from locater.reality.what_if import Change, LayerMoments
-from locater.report.tables import markdown_table, update_page
+from locater.report.tables import markdown_table
 
-RESULTS = Path(__file__).parents[1] / "results/interventions"
-MODELS = ("minilm", "smollm2", "rxnfp", "antiberty", "rxnmapper", "demo")
 PREDICTIONS = ("moments", "full", "clusters", "resample")
 NAMES = {"query": ("query", "q_proj"), "key": ("key", "k_proj")}
 
@@ -73,28 +72,15 @@ def changes(form: QKForm, swapped: str | None) -> dict[str, Done]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", nargs="?")
-    parser.add_argument("text", nargs="?")
-    parser.add_argument("--name")
+    parser = study_parser(__doc__, "interventions", blocks=500)
     parser.add_argument("--layers", type=int, nargs="*", default=[0])
     parser.add_argument("--tuned")
     parser.add_argument("--adapter", type=Path, help="the text of a LoRA to train, then to drop")
     parser.add_argument("--steps", type=int, default=150, help="of the adapter's training")
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--blocks", type=int, default=500)
-    parser.add_argument("--special", action="store_true")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--page", type=Path)
     given = parser.parse_args()
-    if given.page:
-        studies = load(given.out)
-        print("wrote", update_page(given.page, lambda name: table(studies, name)))
+    if has_page(given, table):
         return
-    path = given.out / f"{given.name}.json"
-    result: dict[str, Any] = {"model": given.name, "tokens": given.tokens, "layers": {}}
-    if path.exists():
-        result = json.loads(path.read_text())
+    path, result = stored(given, "layers")
     learned = adapted(given) if given.adapter else None
     swapped = "LoRA dropped" if given.adapter else "fine-tuned weights" if given.tuned else None
     for layer in given.layers:
@@ -104,8 +90,7 @@ def main() -> None:
         tuned = load_model(given.tuned)[0] if given.tuned else None
         if learned is not None:
             model, tuned = deepcopy(learned), model
-        sizes = {"tokens": given.tokens, "blocks": given.blocks}
-        blocks = text_blocks(tokenizer, read_text(given.text), special=given.special, **sizes)
+        blocks = asked_blocks(given, tokenizer)
         result["blocks"] = len(blocks)
         result["layers"][str(layer)] = study(model, tuned, blocks, layer, swapped)
         write_file(path, json.dumps(result) + "\n")
@@ -395,15 +380,6 @@ def rotated(attention: LiveAttention, words: str, place: dict[str, Any]) -> Call
         return args, {**kwargs, "position_embeddings": pair}
 
     return hook
-
-
-def load(folder: Path) -> dict[str, Any]:
-    """The studies that are there, in the order of the page."""
-    return {
-        name: json.loads(path.read_text())
-        for name in MODELS
-        if (path := folder / f"{name}.json").exists()
-    }
 
 
 def _rows(study: dict[str, Any]) -> list[dict[str, Any]]:

@@ -9,55 +9,39 @@ are given without what counting blocks adds to them: √(gap² − standard erro
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
+from studies import has_page, stored, study_parser
+from studies import load as load
 
 from locater.errors import LocaterError
 from locater.files import write_file
 from locater.models.loading import load_model, read_text, text_blocks
 from locater.reality.against_theory import RealityConfig, against_theory
 from locater.reality.predictions import COLUMNS as TITLES
-from locater.report.tables import markdown_table, update_page
+from locater.report.tables import markdown_table
 
 COLUMNS = ("printed", "means", "rotary", "full", "given_query", "clusters", "copy")
 Rows = list[dict[str, Any]]
-RESULTS = Path(__file__).parents[1] / "results/reality/models"
-MODELS = ("minilm", "smollm2", "rxnfp", "rxnfp-tuned", "antiberty", "rxnmapper")
-"""In the order of the page."""
 ASKED = {"last": "the last query", "middle": "a middle query", "first": "the opening token",
          "closing": "a closing token"}  # fmt: skip
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", nargs="?")
-    parser.add_argument("text", nargs="?")
-    parser.add_argument("--name")
-    parser.add_argument("--page", type=Path)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--blocks", type=int, default=800)
+    parser = study_parser(__doc__, "reality/models", blocks=800)
     parser.add_argument("--side-blocks", type=int, default=200)
-    parser.add_argument("--special", action="store_true")
     parser.add_argument("--lengths", type=int, nargs="*", default=[])
     parser.add_argument("--others", nargs="*", default=[], help="more texts, NAME=FILE")
     parser.add_argument("--layers", default=None, help="of the side studies, as a regex")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
-    if given.page:
-        studies = load(given.out)
-        print("wrote", update_page(given.page, lambda name: table(studies, name)))
+    if has_page(given, table):
         return
-    path = given.out / f"{given.name}.json"
-    result: dict[str, Any] = {"model": given.name, "tokens": given.tokens, "items": {}}
-    if path.exists():
-        result = json.loads(path.read_text())
+    path, result = stored(given, "items")
     model, tokenizer = load_model(given.model)
     for name, make in items(given, model, tokenizer):
         if name in result["items"]:
@@ -179,15 +163,6 @@ def _head(row: dict[str, Any]) -> str:
 def mean(values: list[float]) -> float:
     """Rounded to four digits."""
     return round(sum(values) / len(values), 4)
-
-
-def load(folder: Path) -> dict[str, Any]:
-    """The studies that are there, by name."""
-    return {
-        name: json.loads(path.read_text())
-        for name in MODELS
-        if (path := folder / f"{name}.json").exists()
-    }
 
 
 def table(studies: dict[str, Any], name: str) -> str:

@@ -6,41 +6,25 @@ python benchmarks/study_theories.py --page docs/theories.md
 
 from __future__ import annotations
 
-import argparse
 import json
-from pathlib import Path
 from typing import Any
 
+from studies import asked_blocks, has_page, study_parser
+from studies import load as load
+
 from locater.files import write_file
-from locater.models.loading import load_model, read_text, text_blocks
+from locater.models.loading import load_model
 from locater.reality.against_theory import RealityConfig
 from locater.reality.theories import MEASURED, theories
-from locater.report.tables import markdown_table, update_page
-
-RESULTS = Path(__file__).parents[1] / "results/theories"
-MODELS = ("minilm", "smollm2", "rxnfp", "rxnfp-tuned", "antiberty", "rxnmapper")
-"""In the order of the page."""
+from locater.report.tables import markdown_table
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", nargs="?")
-    parser.add_argument("text", nargs="?")
-    parser.add_argument("--name")
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--blocks", type=int, default=600)
-    parser.add_argument("--special", action="store_true")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--page", type=Path)
-    given = parser.parse_args()
-    if given.page:
-        studies = load(given.out)
-        print("wrote", update_page(given.page, lambda name: table(studies, name)))
+    given = study_parser(__doc__, "theories", blocks=600).parse_args()
+    if has_page(given, table):
         return
     model, tokenizer = load_model(given.model)
-    sizes = {"tokens": given.tokens, "blocks": given.blocks}
-    blocks = text_blocks(tokenizer, read_text(given.text), special=given.special, **sizes)
-    found = theories(model, blocks, RealityConfig(draws=400)).to_dict()
+    found = theories(model, asked_blocks(given, tokenizer), RealityConfig(draws=400)).to_dict()
     data = rounded({"model": given.name, **found})
     path = write_file(given.out / f"{given.name}.json", json.dumps(data, ensure_ascii=False) + "\n")
     print("wrote", path)
@@ -50,15 +34,6 @@ def rounded(data: Any) -> Any:
     """Four significant digits: no table shows more."""
     text = json.dumps(data, ensure_ascii=False)
     return json.loads(text, parse_float=lambda number: float(f"{float(number):.4g}"))
-
-
-def load(folder: Path) -> dict[str, Any]:
-    """The studies that are there, by name."""
-    return {
-        name: json.loads(path.read_text())
-        for name in MODELS
-        if (path := folder / f"{name}.json").exists()
-    }
 
 
 def table(studies: dict[str, Any], name: str) -> str:

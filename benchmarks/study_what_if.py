@@ -10,7 +10,6 @@ Baselines: the short entropy copied, plus ln of the ratio of the lengths, in pro
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from dataclasses import asdict
@@ -18,35 +17,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from studies import has_page, study_parser
 
 from locater.files import write_file
 from locater.models.live import find_attention
 from locater.models.loading import load_model, read_text, text_blocks
 from locater.probe.samples import collect
 from locater.reality.what_if import Change, Moments, change_bar, look, moments, what_if
-from locater.report.tables import markdown_table, update_page
-
-RESULTS = Path(__file__).parents[1] / "results/what-if"
+from locater.report.tables import markdown_table
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", nargs="?")
-    parser.add_argument("text", nargs="?")
-    parser.add_argument("--name")
-    parser.add_argument("--page", type=Path)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--blocks", type=int, default=400)
+    parser = study_parser(__doc__, "what-if", tokens=128, blocks=400)
     parser.add_argument("--lengths", type=int, nargs="*", default=[512])
     parser.add_argument("--truth", type=int, default=48, help="blocks of each length")
     parser.add_argument("--yarn", type=float, default=0.0)
     parser.add_argument("--draws", type=int, default=300)
     parser.add_argument("--layers", default=None)
-    parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
-    if given.page:
-        studies = load(given.out)
-        print("wrote", update_page(given.page, lambda name: table(studies, name)))
+    if has_page(given, table, load):
         return
     model, tokenizer = load_model(given.model)
     text = read_text(given.text)

@@ -11,10 +11,11 @@ from tests.paper.whole_page import make_whole_page
 
 from locater.errors import ConfigError
 from locater.paper.claims import Verdict
-from locater.paper.parts import PARTS, Context, Part, Result
+from locater.paper.parts import PARTS, Context, Part, Result, published
 from locater.paper.reproduce import ReproduceConfig, reproduce
 from locater.report.page import Section
 
+ROOT = Path(__file__).parents[2]
 FREE = {"quick": 0.0, "cpu": 0.0, "paper": 0.0}
 
 
@@ -205,3 +206,14 @@ def test_a_result_survives_its_json() -> None:
     verdict = Verdict(where="Eq. 5", claim="c", outcome="differs", found="2", section="h")
     result = Result(sections=(section,), verdicts=(verdict,), finding="**so** it is")
     assert Result.from_dict(json.loads(json.dumps(result.to_dict()))) == result
+
+
+def test_what_the_package_carries_is_found_where_it_lies() -> None:
+    """In a wheel beside the module that asks, under the name that it has in the source tree."""
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    carried = build["targets"]["wheel"]["force-include"]
+    assert set(carried) == {"docs/errata.md", "results/lab", "results/reality"}
+    for name, place in carried.items():
+        assert place == f"locater/paper/{name}" and published(name) == ROOT / name
+    assert published("results/none") is None

@@ -1,9 +1,7 @@
 """Theory against reality: exact on Gaussian tokens, honest about held-out text."""
 
-import importlib.util
 import json
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -402,18 +400,3 @@ def test_another_query_is_asked_as_the_model_answers_it(query: int) -> None:
     assert reality.layers[0].logit_gap < 1e-3
     with pytest.raises(ConfigError, match="query must be a token of 8, got 8"):
         against_theory(model, tokens, replace(QUICK, query=8))
-
-
-def test_the_tables_of_real_models_are_those_of_the_studies() -> None:
-    root = Path(__file__).parents[2]
-    spec = importlib.util.spec_from_file_location("models", root / "benchmarks/study_models.py")
-    assert spec is not None and spec.loader is not None
-    study = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(study)
-    studies = study.load(study.RESULTS)
-    text = (root / "docs" / "real-models.md").read_text()
-    marks = re.findall(r"<!-- results: (\S+) -->\n(.*?)<!-- end -->", text, re.DOTALL)
-    assert studies and len(marks) == 3
-    for name, table in marks:
-        # to mend it: python benchmarks/study_models.py --page docs/real-models.md
-        assert table == study.table(studies, name), name

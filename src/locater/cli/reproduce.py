@@ -29,8 +29,8 @@ def run(arguments: Sequence[str]) -> None:
     command = replace(
         command,
         scale="quick" if command.quick else command.scale,
-        results=command.results or published("lab"),
-        reality=command.reality or published("reality"),
+        results=command.results or published("results/lab"),
+        reality=command.reality or published("results/reality"),
     )
     page = reproduce(command, report=say).resolve()
     if command.json:

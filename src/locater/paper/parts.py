@@ -465,19 +465,17 @@ def _folders(context: Context, sweep: Sweep) -> list[tuple[Setting, Path]]:
 
 
 def errata_text() -> str:
-    """`docs/errata.md`, from the installed package or from the source tree."""
-    packaged = Path(__file__).with_name("errata.md")
-    source = Path(__file__).parents[3] / "docs" / "errata.md"
-    return (packaged if packaged.is_file() else source).read_text(encoding="utf-8")
+    """`docs/errata.md`."""
+    path = published("docs/errata.md")
+    assert path is not None  # it comes with the package
+    return path.read_text(encoding="utf-8")
 
 
 def published(name: str) -> Path | None:
-    """A folder of `results`, from the installed package or from the source tree."""
-    places = (
-        Path(__file__).parent / "results" / name,
-        Path(__file__).parents[3] / "results" / name,
-    )
-    return next((place for place in places if place.is_dir()), None)
+    """What stands at `docs/…` or `results/…`, in the installed package or in the source tree."""
+    here = Path(__file__)
+    places = (here.parent / name, here.parents[3] / name)
+    return next((place for place in places if place.exists()), None)
 
 
 def _errata(_: Context) -> Result:
