@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from tests.coverage.exceptions import INPUTS
+from tests.coverage.exceptions import INPUTS, PARTS, SINGLES
 from tests.coverage.inputs import BATCH, cast, guesses, normal, setting
 from tests.coverage.truth import Heard, traced
 from torch import nn
@@ -69,6 +69,9 @@ def driven(model: nn.Module, model_type: str) -> Driven:
                 if {one.module for one in drive.heard.attentions} - ran:
                     result.drives.append(drive)
             result.errors += errors[:2]
+    for name, part in model.named_modules():
+        if type(part).__name__ in PARTS:
+            result.drives += _drive(model, name, part, model_type, result.errors)
     return result
 
 
@@ -84,9 +87,10 @@ def _drive(
     model: nn.Module, name: str, part: Any, model_type: str, errors: list[str]
 ) -> list[Drive]:
     """The first guess at its inputs that a part takes; or every one that a table gives."""
-    table = INPUTS.get((model_type, type(part).__name__)) or INPUTS.get(model_type)
-    found = []
-    for given in table(part.config) if table else guesses(part, part.config):
+    kind = type(part).__name__
+    table = PARTS.get(kind) or INPUTS.get((model_type, kind)) or INPUTS.get(model_type)
+    config, found = getattr(part, "config", model.config), []
+    for given in table(config) if table else guesses(part, config):
         try:
             with traced(model) as heard:
                 _run(part, given)
@@ -127,10 +131,10 @@ def _crossed(model: nn.Module, drive: Drive) -> list[Drive]:
 
 
 def in_doubles(model: nn.Module, model_type: str) -> Driven:
-    """Run in float64, else in float32 where a model does not know it."""
-    result = driven(model.double(), model_type)
+    """Run in float64, else in float32 where a model does not know it, or its masks overflow."""
+    result = Driven() if model_type in SINGLES else driven(model.double(), model_type)
     if result.drives and result.attentions:
         return result
     with torch.no_grad():
         again = driven(model.float(), model_type)
-    return again if again.drives else result
+    return again if again.drives or not result.errors else result

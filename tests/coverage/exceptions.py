@@ -185,7 +185,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "num_windows_side": 2,
         "window_block_indices": [0],
     },
-    "lw_detr": {"d_model": 32, "projector_out_channels": 32, "group_detr": 1},
+    "lw_detr": {"d_model": 32, "group_detr": 1, "projector_scale_factors": [1.0]},
     "d_fine": {"head_dim": 8, "d_model": 32, "encoder_in_channels": [16, 16, 16]},
     "hgnet_v2": _HGNET,
     "kimi_k25_vision": {"pos_emb_height": 8, "pos_emb_width": 8},
@@ -314,6 +314,22 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "t5gemma2_decoder": {"dropout_rate": 0.0, "sliding_window": 4},
     "pix2struct_text_model": {"initializer_range": 0.02, "d_kv": 8},
     "qwen3_asr_encoder": {"n_window": 50, "n_window_infer": 100, "downsample_hidden_size": 16},
+    "minicpm_ocr_vision": {"insert_layer_id": 0},
+    "minicpmv4_6_vision": {"insert_layer_id": 0},
+    "minicpmv4_7_vision": {"insert_layer_id": 0},
+    "kosmos-2": {"latent_query_num": 6},
+    "kosmos-2.5": {"latent_query_num": 6},
+    **{
+        name: {"insert_layer_id": 0, "vision_config": Nested(insert_layer_id=0)}
+        for name in ("minicpm_ocr", "minicpmv4_6", "minicpmv4_7")
+    },
+    "idefics": {"freeze_text_layers": False, "freeze_vision_layers": False},
+    "granite_speech_encoder": {"context_size": 8},
+    "granite_speech_plus_encoder": {"context_size": 8},
+    "pvt": {"image_size": 64},
+    "pvt_v2": {"image_size": 64},
+    "mobilevit": {"image_size": 128},
+    "videoprism_vision_model": {"image_size": [36, 36]},
     "superpoint": {"descriptor_decoder_dim": 32},
     "seggpt": {
         "image_size": [64, 32],
@@ -372,7 +388,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "blt_local_encoder": {"head_dim": 8},
     "efficientnet": {"width_coefficient": 0.1, "depth_coefficient": 0.1, "hidden_dim": 32},
     "align_vision_model": {"width_coefficient": 0.1, "depth_coefficient": 0.1, "hidden_dim": 32},
-    "molmo2": {"adapter_config": Nested(vision_feature_layer=[1, 0])},
+    "molmo2": {"adapter_config": Nested(vision_feature_layer=[1, 0]), "image_patch_id": 99},
     "molmo2_adapter": {"vision_feature_layer": [1, 0]},
     "pocket_tts_audio_tokenizer": _CODEC,
     "bit": {"embedding_size": 32, "hidden_sizes": [32, 32], "depths": [1, 1], "num_groups": 8},
@@ -563,7 +579,62 @@ def _latents(config: Any) -> Iterator[dict[str, Any]]:
     yield {"latents": normal(BATCH, TOKENS, config.hidden_size)}
 
 
+def _seen(config: Any, **picture: torch.Tensor) -> Iterator[dict[str, Any]]:
+    """A picture and a text that has places for its tokens."""
+    places = (torch.arange(TOKENS) > 0) & (torch.arange(TOKENS) <= config.latent_query_num)
+    yield {
+        **picture,
+        "input_ids": ids(),
+        "image_embeds_position_mask": places.expand(BATCH, -1),
+        "use_cache": False,
+    }
+
+
+def _pooled(config: Any) -> Iterator[dict[str, Any]]:
+    """A picture of four by four patches per text, whose tokens are pooled by fours."""
+    text = ids()
+    text[:, 1:5] = config.image_token_id
+    yield {
+        "input_ids": text,
+        "pixel_values": normal(BATCH, 16, 192),
+        "image_token_pooling": torch.arange(BATCH * 16).view(-1, 4),
+        "image_grids": torch.tensor([[2, 2, 0, 0]] * BATCH),
+        "use_cache": False,
+    }
+
+
+def _codes(channels: int, **more: Any) -> Any:
+    """A text and tokens of several codebooks."""
+    return lambda config: [
+        {
+            "input_ids": ids(),
+            "decoder_input_ids": ids(9, seed=3)[..., None].expand(-1, -1, channels).contiguous(),
+            **more,
+        }
+    ]
+
+
 INPUTS: dict[Any, Any] = {
+    "kosmos-2": lambda config: _seen(config, pixel_values=normal(BATCH, 3, 32, 32)),
+    "kosmos-2.5": lambda config: _seen(
+        config, flattened_patches=next(_flattened(config))["flattened_patches"]
+    ),
+    "molmo2": _pooled,
+    "blt": lambda config: [
+        {
+            "input_ids": ids(),
+            "use_cache": False,
+            "patch_lengths": torch.tensor([[1, 4, 4, 3]] * BATCH),
+        },
+    ],
+    "dia": _codes(9, use_cache=False),
+    "fine_acoustics": lambda config: [
+        {"codebook_idx": 1, "input_ids": ids()[..., None].expand(-1, -1, 8).contiguous()}
+    ],
+    "pe_audio_encoder": lambda config: [{"input_values": normal(BATCH, 1, 19_200)}],
+    "pe_audio": lambda config: [
+        {"input_ids": ids(), "input_values": normal(BATCH, 1, 19_200)},
+    ],
     "autoformer": _series,
     "informer": _series,
     "time_series_transformer": _series,
@@ -834,6 +905,15 @@ INPUTS: dict[Any, Any] = {
 }
 """What to feed a model type, or one of its classes: a function of the config that yields inputs,
 all of which are run."""
+
+PARTS: dict[str, Any] = {
+    # a class token is the same in every frame: the first layer's messages do not vary in a model
+    "XCLIPVisionEncoder": lambda config: [{"inputs_embeds": normal(8, 17, config.hidden_size)}],
+}
+"""What to feed modules that are no models of their own, and that no input of a model wakes."""
+
+SINGLES = {"kosmos-2", "canine", "timesfm", "blt"}
+"""Model types whose masks are too large for float64, so that float32 says more."""
 
 _YARN = {
     "rope_type": "yarn",

@@ -182,6 +182,8 @@ def _drawn(name: str, parameter: nn.Parameter, model: nn.Module) -> torch.Tensor
         is_gain = name.endswith(("weight", "gamma"))
         return 0.4 * drawn + (1.0 if is_gain else 0.0)
     fan_in = parameter[0].numel() if not isinstance(owner, nn.Embedding) else 1
-    if parameter.ndim == 3:  # stacked experts, or a table of tokens (1, tokens, width)
+    if parameter.ndim == 3 and not isinstance(
+        owner, nn.Conv1d
+    ):  # stacked experts, or a table of tokens (1, tokens, width)
         fan_in = parameter.shape[-1] if parameter.shape[0] > 1 else 1
     return drawn / max(fan_in, 1) ** 0.5

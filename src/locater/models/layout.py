@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -71,6 +72,8 @@ class Projection:
     width: int | None = None
     """Rows stored for each head, of which the first are ours; head_dim where none is said."""
     multiplier: float = 1.0
+    dimensions: str | None = None
+    """The tensor whose softplus, over log 2, multiplies each dimension (TimesFM)."""
     norm: NormSpec | None = None
     """The norm of what comes out."""
     through: Projection | None = None
@@ -80,7 +83,9 @@ class Projection:
     def tensors(self) -> Iterator[str]:
         """The stored tensors that it is made of."""
         norm = (self.norm.gain, self.norm.bias) if self.norm else ()
-        yield from (name for name in (self.weight, self.bias, self.scale, *norm) if name)
+        yield from (
+            name for name in (self.weight, self.bias, self.scale, self.dimensions, *norm) if name
+        )
         if self.through is not None:
             yield from self.through.tensors
 
@@ -132,6 +137,9 @@ class Projection:
         norm = None
         if self.norm is not None:
             factor, bias, norm = self._normalized(factor, bias, self.norm, tensors)
+        if self.dimensions is not None:
+            gain = torch.nn.functional.softplus(tensors[self.dimensions]) / math.log(2)
+            factor, bias = factor * gain[:, None], None if bias is None else bias * gain
         factor, bias = factor[heads], None if bias is None else bias[heads]
         norm = None if norm is None else norm.taken((heads,))
         if self.through is not None:

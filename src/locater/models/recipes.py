@@ -224,7 +224,8 @@ TRAITS: Mapping[str, frozenset[str]] = {
         "blt_local_decoder blt_local_encoder blt_patcher llama4_text moonshine "
         "moonshine_streaming moonshine_streaming_encoder openai_privacy_filter qwen2_5_omni_dit "
         "deepseek_v2 deepseek_v3 deepseek_v32 bailing_hybrid longcat_flash glm_moe_dsa "
-        "roformer mistral4 axk1 axk2 youtu",
+        "roformer mistral4 axk1 axk2 youtu pe_audio_encoder pe_video_encoder "
+        "pe_audio_video_encoder",
         "turns backwards": "nanochat",
         "turns in windows only": "cohere2 cohere2_moe exaone4 exaone_moe kolibri1 flint afmoe",
         "says how it turns": "esm granitemoehybrid",
@@ -269,7 +270,7 @@ TRAITS: Mapping[str, frozenset[str]] = {
         "groupvit_vision_model videoprism_vision_model cvt canine",
         "turns otherwise": "qwen2_5_omni_dit gemma4_vision vjepa2",
         "joins keys": "t5gemma2_decoder diffusion_gemma_text lightglue",
-        "scales dimensions": "timesfm2_5 timesfm videoprism",
+        "scales dimensions": "timesfm2_5 timesfm videoprism videoprism_vision_model",
         "is sparse": "longformer led informer longt5 pegasus_x",
         "scales by position": "beam",
     }.items()

@@ -324,6 +324,9 @@ class _Site:
             max_distance=self.config.get("relative_attention_max_distance") or 128,
             relative=self.relative() if kind == "self" else None,
         )
+        if rotary is None:  # a scale after a turn is not in the form
+            query = replace(cut.query, dimensions=self.dimension_scale())
+            layout = replace(layout, query=query)
         if layout.qk_norm and not recipe.is_latent:
             layout = self.with_norms(layout)
         return replace(layout, caveats=(*self.caveats(layout), *recipe.caveats))
@@ -531,6 +534,12 @@ class _Site:
             raise _UnreadableError(f"{child} is packed in 8 bits (bitsandbytes)")
         return next((self.names.stored[name] for name in names if name in self.names), None)
 
+    def dimension_scale(self) -> str | None:
+        """The stored scale of each dimension of a query (TimesFM)."""
+        names = [join(self.attention, leaf) for leaf in ("scaling", "per_dim_scale")]
+        stored = next((self.names.stored[name] for name in names if name in self.names), None)
+        return stored if self.has("scales dimensions") else None
+
     def temperature(self, head_dim: int, model: int) -> float:
         """λ: a multiplier that the config names, or the row's rule."""
         config, value = self.config, self.recipe.temperature(self.config, head_dim, self.layer)
@@ -651,13 +660,16 @@ class _Site:
             yield NORM_CAVEAT
         elif layout.qk_norm:
             yield "queries and keys are normalized (qk-norm), head by head; it is not in the form"
+        scaled = self.dimension_scale() == layout.query.dimensions  # or there is none
         for trait, words in GAPS.items():
-            if self.has(trait):
+            if self.has(trait) and not (trait == "scales dimensions" and scaled):
                 yield words
         if layout.query.bias or (layout.rotary and layout.key.bias):
             yield "biases add a term to each key's logit that the spectrum does not see"
         yield from self.position_caveats(layout)
-        if config.get("attn_logit_softcapping"):
+        if (
+            config.get("attn_logit_softcapping") and not layout.query.dimensions
+        ):  # VideoPrism's head
             yield f"logits are capped at ±{config['attn_logit_softcapping']:g} by a tanh"
         if config.get("clip_qkv"):
             yield f"queries and keys are clipped at ±{config['clip_qkv']:g}"
