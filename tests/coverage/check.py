@@ -10,7 +10,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -564,6 +564,7 @@ def _own(told: Told) -> list[str]:
 def _difference(live: Told, file: Told) -> str:
     """In what a file's form differs from the live model's."""
     words = []
+    file = _reordered(live, file)
     if not math.isclose(live.form.temperature, file.form.temperature):
         words.append(f"temperature {file.form.temperature:.4g} for {live.form.temperature:.4g}")
     if (live.form.rotary is None) != (file.form.rotary is None):
@@ -582,6 +583,21 @@ def _difference(live: Told, file: Told) -> str:
         ):
             words.append(name.replace("_", " "))
     return ", ".join(words)
+
+
+def _reordered(live: Told, file: Told) -> Told:
+    """A file's form that turns neighbours, in the order of a live one that turns halves."""
+    mine, other = live.form.rotary, file.form.rotary
+    if mine is None or other is None or (mine.layout, other.layout) != ("half", "interleaved"):
+        return file
+    turned, form = 2 * len(other.frequencies), file.form
+    order = [*range(0, turned, 2), *range(1, turned, 2), *range(turned, form.query.shape[-2])]
+    parts: dict[str, Any] = {"query": form.query[..., order, :], "key": form.key[..., order, :]}
+    for name in ("query_bias", "key_bias"):
+        bias = getattr(form, name)
+        parts[name] = None if bias is None else bias[..., order]
+    same = doors.form_changed(form, rotary=replace(other, layout="half"), **parts)
+    return replace(file, form=same)
 
 
 def _same_products(live: Told, file: Told) -> bool:

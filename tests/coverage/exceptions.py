@@ -326,6 +326,19 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "idefics": {"freeze_text_layers": False, "freeze_vision_layers": False},
     "granite_speech_encoder": {"context_size": 8},
     "granite_speech_plus_encoder": {"context_size": 8},
+    "gradium_phonon_tts": {"num_key_value_heads": 4},
+    "evolla": {"head_dim": 8},
+    "EvollaModel": {"head_dim": 8},
+    "xcodec2": {"num_key_value_heads": 4},
+    "neucodec": {"num_key_value_heads": 4},
+    "pp_formulanet_vision": {
+        "image_size": 128,
+        "output_channels": 32,
+        "post_conv_in_channels": 32,
+        "post_conv_mid_channels": 32,
+        "post_conv_out_channels": 32,
+        "window_size": 2,
+    },
     "pvt": {"image_size": 64},
     "pvt_v2": {"image_size": 64},
     "mobilevit": {"image_size": 128},
@@ -424,13 +437,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "vibevoice_acoustic_tokenizer_encoder": _FILTERS,
     "vibevoice_acoustic_tokenizer_decoder": _FILTERS,
     "sam3_vision_model": {"backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]]},
-    "pp_formulanet_vision": {
-        "output_channels": 32,
-        "post_conv_in_channels": 32,
-        "post_conv_mid_channels": 32,
-        "post_conv_out_channels": 32,
-        "window_size": 2,
-    },
     "got_ocr2_vision": {**_SAM, "output_channels": 32},
     "deepseek_ocr2_sam_vision_model": {**_SAM, "downsample_channels": [32, 32]},
     "unlimited_ocr_sam_vision_model": {**_SAM, "downsample_channels": [32, 32]},
@@ -603,6 +609,16 @@ def _pooled(config: Any) -> Iterator[dict[str, Any]]:
     }
 
 
+def _folded(config: Any) -> Iterator[dict[str, Any]]:
+    """A text and a protein."""
+    yield {
+        "input_ids": ids(),
+        "protein_input_ids": ids(9, seed=3),
+        "protein_attention_mask": torch.ones(BATCH, 9).long(),
+        "use_cache": False,
+    }
+
+
 def _codes(channels: int, **more: Any) -> Any:
     """A text and tokens of several codebooks."""
     return lambda config: [
@@ -620,6 +636,8 @@ INPUTS: dict[Any, Any] = {
         config, flattened_patches=next(_flattened(config))["flattened_patches"]
     ),
     "molmo2": _pooled,
+    "evolla": _folded,
+    "EvollaModel": _folded,
     "blt": lambda config: [
         {
             "input_ids": ids(),
@@ -908,6 +926,16 @@ all of which are run."""
 
 PARTS: dict[str, Any] = {
     # a class token is the same in every frame: the first layer's messages do not vary in a model
+    # an encoder and a decoder without a forward of their own around them
+    "Emu3VQVAEEncoder": lambda config: [{"pixel_values": normal(BATCH, 4, 3, 16, 16)}],
+    "Emu3VQVAEDecoder": lambda config: [
+        {
+            "hidden_states": normal(BATCH, 1, 4, 4, 4),
+            "quant_states": normal(BATCH, 1, 4, 4, 4, seed=3),
+        }
+    ],
+    "Xcodec2Decoder": lambda config: [{"hidden_states": normal(BATCH, TOKENS, 64)}],
+    "NeuCodecDecoder": lambda config: [{"hidden_states": normal(BATCH, TOKENS, 64)}],
     "XCLIPVisionEncoder": lambda config: [{"inputs_embeds": normal(8, 17, config.hidden_size)}],
 }
 """What to feed modules that are no models of their own, and that no input of a model wakes."""

@@ -46,7 +46,7 @@ class Recipe:
     """The key projection's name; empty where query, key and value share one tensor."""
     model_types: tuple[str, ...] = ()
     """The config's `model_type`s that this row reads; empty: any that no other row names."""
-    packing: Literal["concatenated", "grouped", "four groups"] = "concatenated"
+    packing: Literal["concatenated", "grouped", "four groups", "gate first"] = "concatenated"
     """How a shared tensor is cut: all queries, all keys, all values; or for every key head its
     queries, its key, its value; or in four groups of queries, values, keys."""
     transposed: bool | None = False
@@ -125,6 +125,10 @@ RECIPES: tuple[Recipe, ...] = (
     replace(_ROTARY, model_types=("gemma2", "gemma3_text", "granite", "gptj", "cohere")),
     replace(_ROTARY, model_types=("phi3", "phi4_multimodal"), query="qkv_proj", key=""),
     replace(_ROTARY, model_types=("codegen",), query="qkv_proj", key="", packing="four groups"),
+    replace(_ROTARY, model_types=("hrm_text",), query="gqkv_proj", key="", packing="gate first"),
+    replace(
+        _ROTARY, model_types=("gradium_phonon_tts",), query="in_proj", key="", rotary="interleaved"
+    ),
     replace(_FUSED, model_types=("gpt_neox", "gpt_neox_japanese", "persimmon"), rotary="half"),
     replace(_FUSED, model_types=("falcon",), rotary="half", position_bias="scaled alibi"),
     replace(_ROTARY, model_types=("modernbert",), query="Wqkv", key="", part="encoder"),
@@ -173,7 +177,13 @@ RECIPES: tuple[Recipe, ...] = (
     replace(_ANY, family="q_lin", query="q_lin", key="k_lin", rotary=None),
     replace(_ANY, family="q", query="q", key="k", rotary=None),
     replace(_ANY, family="to_q", query="to_q", key="to_k"),
-    replace(_ANY, family="to_q", query="to_q", key="to_kv", key_parts=2),
+    replace(_ANY, family="to_q", query="to_q", key="to_kv", key_parts=2, rotary=None),
+    Recipe(
+        family="evolla",
+        query="query",
+        key="key_protein",
+        temperature=lambda config, head_dim, layer: math.sqrt(config["num_attention_heads"]),
+    ),
     replace(_ANY, family="linear_q", query="linear_q", key="linear_k"),
     replace(_ANY, family="project_q", query="project_q", key="project_k", rotary=None),
     replace(_ANY, family="nemo", query="query_net", key="key_net", rotary=None),
@@ -184,6 +194,8 @@ RECIPES: tuple[Recipe, ...] = (
     replace(_ANY, family="to_qkv", query="to_qkv", rotary=None),
     replace(_ANY, family="qkv", query="Wqkv"),
     replace(_ANY, family="qkv", query="qkv_proj"),
+    replace(_ANY, family="qkv", query="w_qkv"),
+    replace(_ANY, family="qkv", query="wqkv", model_types=("kimi_k25_vision",)),
     replace(_ANY, family="qkv", query="att_proj"),
 )
 
@@ -230,7 +242,7 @@ TRAITS: Mapping[str, frozenset[str]] = {
         "turns in windows only": "cohere2 cohere2_moe exaone4 exaone_moe kolibri1 flint afmoe",
         "says how it turns": "esm granitemoehybrid",
         "turns by its share": "minimax_m3_vl_text",
-        "no rotation": "kimi_linear glm5_next_text",
+        "no rotation": "kimi_linear glm5_next_text xcodec2 neucodec",  # or heads turn, not tokens
         "turns": "roformer clvp_encoder",
         "turns by its projection": "clvp_encoder",
         "turns in two dimensions": "chmv2 cohere_compass_vision dinov3_vit "

@@ -126,7 +126,7 @@ _ALIKE = {
     "vision": ("visual", "image", "video", "img", "vit"),
     "text": ("language", "llm", "lm", "transformer"),
     "audio": ("speech", "sound"),
-    "backbone": ("pixel_level_module", "conv_encoder"),
+    "backbone": ("pixel_level_module", "conv_encoder", "vision_encoder"),
     "vq": ("vqmodel",),
     "decoder": ("conditioning_encoder",),  # CLVP
 }
@@ -427,10 +427,11 @@ class _Site:
         name = join(self.attention, weight_name(recipe.query))
         rows, width, flipped = _matrix(self.names, name, recipe.transposed)
         kv_heads = self.kv_heads(heads)
-        head_dim = _divided(rows, heads + 2 * kv_heads, name)
+        packing = recipe.packing
+        gates = heads if packing == "gate first" else 0
+        head_dim = _divided(rows, gates + heads + 2 * kv_heads, name)
         group = self.group(heads, kv_heads)
         whole = self.projection(recipe.query, transposed=flipped)
-        packing = recipe.packing
         if packing == "grouped" or (group == 1 and self.has("cut by heads")):
             query = replace(whole, inner=group + 2, last=group)
             key = replace(whole, inner=group + 2, first=group, last=group + 1)
@@ -439,8 +440,8 @@ class _Site:
             query = replace(whole, inner=3 * few, last=few)
             key = replace(whole, inner=3 * few, first=2 * few, last=3 * few)
         else:
-            middle = heads * head_dim
-            query = replace(whole, stop=middle)
+            start, middle = gates * head_dim, (gates + heads) * head_dim
+            query = replace(whole, start=start, stop=middle)
             key = replace(whole, start=middle, stop=middle + kv_heads * head_dim)
         beside = [
             self.names.stored.get(join(self.attention, leaf)) for leaf in ("q_bias", "k_bias")
