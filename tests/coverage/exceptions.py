@@ -396,6 +396,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "unit_hifi_gan_vocab_size": 64,
         "upsample_initial_channel": 64,
         "char_vocab_size": 64,
+        "scale_embedding": False,
     },
     "blt_local_decoder": {"head_dim": 8, "hidden_size_global": 32},
     "blt_local_encoder": {"head_dim": 8},
@@ -916,6 +917,20 @@ INPUTS: dict[Any, Any] = {
     ],
     ("speecht5", "SpeechT5ForSpeechToText"): lambda config: [
         {"input_values": normal(BATCH, 3200), "decoder_input_ids": ids(9), "use_cache": False}
+    ],
+    ("seamless_m4t", "SeamlessM4TTextToUnitModel"): lambda config: [
+        {
+            "inputs_embeds": normal(BATCH, TOKENS, config.hidden_size),
+            "decoder_input_ids": ids(9, seed=3),
+            "use_cache": False,
+        }
+    ],
+    ("seamless_m4t_v2", "SeamlessM4Tv2TextToUnitModel"): lambda config: [
+        {
+            "inputs_embeds": normal(1, 5, config.hidden_size),
+            "char_input_ids": ids(10)[:1] % 60,
+            "char_count_per_id": torch.full((1, 5), 2),
+        }
     ],
     "mimi_decoder": _latents,
     "pocket_tts_audio_tokenizer_decoder": _latents,
