@@ -131,15 +131,15 @@ def study(
     return rows
 
 
-def adapted(given: Any) -> nn.Module:
-    """The model with a LoRA of rank 8 on all its matrices, trained on another text and merged."""
+def adapted(given: Any, modules: Any = "all-linear", folder: Path | None = None) -> nn.Module:
+    """The model with a LoRA of rank 8, trained on another text, kept in a folder, and merged."""
     import peft
 
     whole, tokenizer = load_model(given.model, head=True)
     blocks = text_blocks(tokenizer, read_text(given.adapter), tokens=64, blocks=800)
     generator = torch.Generator().manual_seed(0)
     torch.set_rng_state(generator.get_state())  # peft draws from torch's own
-    settings = peft.LoraConfig(r=8, lora_alpha=16, target_modules="all-linear")
+    settings = peft.LoraConfig(r=8, lora_alpha=16, target_modules=modules)
     learner: Any = peft.get_peft_model(whole, settings)  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW([one for one in learner.parameters() if one.requires_grad], 2e-3)
     for step in range(given.steps):
@@ -151,6 +151,8 @@ def adapted(given: Any) -> nn.Module:
         optimizer.zero_grad()
         if step % 25 == 0:
             print("adapter", step, f"{loss.item():.3f}", flush=True)
+    if folder is not None:
+        learner.save_pretrained(folder)
     merged: nn.Module = learner.merge_and_unload().model
     return merged.eval().requires_grad_(requires_grad=False)
 

@@ -2,9 +2,11 @@
 
 python benchmarks/study_what_if.py MODEL TEXT --name smollm2 --tokens 128 --blocks 400 \\
     --lengths 512 1024 --truth 48 [--yarn 4]
+python benchmarks/study_what_if.py MODEL TEXT --name demo --tokens 64 --adapter CODE
 python benchmarks/study_what_if.py --page docs/what-if.md
 Moments come from short blocks of the first half of the text.  The truth is the model itself, run on
-blocks of the other length from the second half (with --yarn, with its positions changed).
+blocks of the other length from the second half (with --yarn, with its positions changed; with
+--adapter, at the same length with a LoRA of rank 8 on every layer that was trained on CODE).
 Baselines: the short entropy copied, plus ln of the ratio of the lengths, in proportion to ln T.
 """
 
@@ -14,10 +16,12 @@ import json
 import math
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from studies import has_page, study_parser
+from study_interventions import adapted
 
 from locater.files import write_file
 from locater.models.live import find_attention
@@ -26,12 +30,16 @@ from locater.probe.samples import collect
 from locater.reality.what_if import Change, Moments, change_bar, look, moments, what_if
 from locater.report.tables import markdown_table
 
+ADAPTERS = {"W_Q and W_K": ["q_proj", "k_proj"], "all matrices": "all-linear"}
+
 
 def main() -> None:
     parser = study_parser(__doc__, "what-if", tokens=128, blocks=400)
     parser.add_argument("--lengths", type=int, nargs="*", default=[512])
     parser.add_argument("--truth", type=int, default=48, help="blocks of each length")
     parser.add_argument("--yarn", type=float, default=0.0)
+    parser.add_argument("--adapter", type=Path, help="the text of LoRAs to train; no lengths then")
+    parser.add_argument("--steps", type=int, default=150, help="of an adapter's training")
     parser.add_argument("--draws", type=int, default=300)
     parser.add_argument("--layers", default=None)
     given = parser.parse_args()
@@ -45,8 +53,8 @@ def main() -> None:
     path = known.save(given.out / f"{given.name}.safetensors")
     size = path.stat().st_size
     path.unlink()
-    before = truth(model, given, text_blocks(tokenizer, second, tokens=given.tokens,
-                                             blocks=4 * given.truth))  # fmt: skip
+    held_out = text_blocks(tokenizer, second, tokens=given.tokens, blocks=4 * given.truth)
+    before = truth(model, given, held_out)
     result: dict[str, Any] = {
         "model": given.name,
         "tokens": given.tokens,
@@ -54,7 +62,14 @@ def main() -> None:
         "moments_bytes": size,
         "here": compared(known, Change(), before, before, given.draws),
     }
-    for length in given.lengths:
+    for words, modules in ADAPTERS.items() if given.adapter else ():
+        with TemporaryDirectory() as folder:
+            after = truth(adapted(given, modules, Path(folder)), given, held_out)
+            known = moments(model, short, name=given.name, layers=given.layers, adapter=folder)
+            key = f"{given.tokens}, LoRA on {words}"
+            result[key] = compared(known, Change(adapter=folder), before, after, given.draws)
+        write_file(given.out / f"{given.name}-lora.json", json.dumps(result, indent=1))
+    for length in () if given.adapter else given.lengths:
         change = Change(tokens=length, rope_scaling=f"yarn:{given.yarn:g}" if given.yarn else "")
         long = text_blocks(tokenizer, second, tokens=length, blocks=given.truth)
         if given.yarn:
@@ -123,12 +138,6 @@ def compared(
         return {"mean": gaps.mean().item(), "median": gaps.median().item(),
                 "p90": gaps.quantile(0.9).item(), "worst": gaps.max().item()}  # fmt: skip
 
-    moved = (
-        torch.tensor(
-            [[row["ours"]["entropy"], row["truth"]["entropy"]] for row in rows], dtype=torch.float64
-        )
-        - torch.tensor([row["short"]["entropy"] for row in rows], dtype=torch.float64)[:, None]
-    )
     reach = [abs(row["ours"]["largest"] / row["truth"]["largest"] - 1) <= 0.1 for row in rows]
     noise = sum(row["truth"]["entropy_error"] for row in rows) / len(rows)
     summary = {
@@ -138,7 +147,6 @@ def compared(
         "entropy_error_plus_ln": entropy(lambda row: row["short"]["entropy"] + longer),
         "entropy_error_in_proportion": entropy(lambda row: row["short"]["entropy"] * ratio),
         "entropy_standard_error_of_the_truth": noise,
-        "change_correlation": torch.corrcoef(moved.T)[0, 1].item() if longer else None,
         "largest_logit_within_10_percent": sum(reach) / len(reach),
         "sink_error": sum(
             abs(row["ours"]["sink_mass"] - row["truth"]["sink_mass"]) for row in rows
@@ -160,7 +168,8 @@ def table(studies: dict[str, Any], _: str) -> str:
             if not isinstance(item, dict):
                 continue
             short = study["tokens"]
-            words = f"{short}, other text" if name == "here" else f"{short} → {name}"
+            words = name if name.startswith(f"{short},") else f"{short} → {name}"
+            words = f"{short}, other text" if name == "here" else words
             ratio = 1.0 if name == "here" else float(name.partition(",")[0]) / short
             changes = moved(item["heads"], study["here"]["heads"])
             lines.append([study["model"], words, *_cells(item["summary"], changes, ratio)])
@@ -191,11 +200,11 @@ def _cells(summary: dict[str, Any], changes: torch.Tensor, ratio: float) -> list
         for gap, change in zip(gaps.tolist(), changes[:, 0].tolist(), strict=True)
     ]
     found = [summary["entropy_error_ours"], anchored, *baselines]
-    correlation = summary["change_correlation"]
+    correlation = torch.corrcoef(changes.T)[0, 1].item()
     return [
         str(summary["heads"]), *(f"{one['mean']:.2f} ({one['p90']:.2f})" for one in found),
         f"{summary['entropy_standard_error_of_the_truth']:.2f}",
-        "" if correlation is None else f"{correlation:.2f}", f"{sum(held) / len(held):.2f}",
+        "" if math.isnan(correlation) else f"{correlation:.2f}", f"{sum(held) / len(held):.2f}",
         f"{summary['largest_logit_within_10_percent']:.2f}", f"{summary['sink_error']:.3f}",
     ]  # fmt: skip
 

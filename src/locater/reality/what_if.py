@@ -336,7 +336,10 @@ def _limits(lora: LoraTensors, attentions: list[LiveAttention], name: str) -> tu
         "every head is predicted on its tokens as they are without the adapter: what the adapter "
         "does in one layer is not carried to the layers behind it, and ± does not count it"
     )
-    unseen = f"the adapter changes {len(others)} other weights, which is not seen: {kinds}"
+    unseen = (
+        f"the adapter changes {len(others)} other weights ({kinds}), which is not seen and can "
+        "move heads as much: measure them with it"
+    )
     return (seen, *([unseen] if others else []), *lora.caveats)
 
 
