@@ -390,6 +390,32 @@ def test_eight_bit_weights_are_multiplied_with_their_scales() -> None:
     assert "q_proj is packed in 8 bits" in skipped_reason(shapes, {"num_heads": 2})
 
 
+def test_a_scale_of_each_dimension_multiplies_queries_and_their_biases() -> None:
+    shapes = {**pair((8, 8), (8, 8)), "h.0.attn.q_proj.bias": (8,), "h.0.attn.scaling": (4,)}
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    (found,), _ = layouts(shapes, {"num_heads": 2, "model_type": "timesfm"})
+    form = found.form(tensors)
+    gain = torch.log1p(tensors["h.0.attn.scaling"].exp()) * math.log2(math.e)
+    weight, bias = (tensors[f"h.0.attn.q_proj.{leaf}"] for leaf in ("weight", "bias"))
+    torch.testing.assert_close(form.query, weight.view(2, 4, 8) * gain[:, None])
+    torch.testing.assert_close(form.query_bias, bias.view(2, 4) * gain)
+    torch.testing.assert_close(form.key, tensors["h.0.attn.k_proj.weight"].view(2, 4, 8))
+    turning = {"num_heads": 2, "model_type": "timesfm2_5", "rope_theta": 1e4}
+    (turned,), _ = layouts(shapes, turning)  # it scales what has turned
+    assert turned.query.dimensions is None
+    assert any("each dimension has a scale" in one for one in turned.caveats)
+
+
+def test_gates_stand_before_the_queries_of_hrm() -> None:
+    stored = torch.arange(32.0 * 8).view(32, 8)
+    name = "H_module.layers.0.attn.gqkv_proj.weight"
+    (found,), _ = layouts({name: (32, 8)}, {"num_heads": 2, "model_type": "hrm_text"})
+    form = found.form({name: stored})
+    assert torch.equal(form.query.flatten(0, 1), stored[8:16])
+    assert torch.equal(form.key.flatten(0, 1), stored[16:24])
+
+
 def test_fused_names_that_two_families_share_need_a_model_type() -> None:
     shapes = {"h.0.self_attention.query_key_value.weight": (24, 8)}
     reason = skipped_reason(shapes, {"num_heads": 2})
