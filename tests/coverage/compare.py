@@ -28,6 +28,9 @@ class Rows:
             if parameter.ndim < 2 or parameter.numel() > 1 << 22:
                 continue
             flat = parameter.detach().double().flatten(1)
+            owner = model.get_submodule(name.rpartition(".")[0])
+            if isinstance(owner, nn.Conv1d) and 1 < owner.groups < len(flat):
+                flat = torch.block_diag(*flat.chunk(owner.groups))  # each reads its own part
             for side in (flat, flat.T) if parameter.ndim == 2 else (flat,):
                 for row in side.contiguous().numpy():
                     self.owners.setdefault(row.tobytes(), set()).add(name)

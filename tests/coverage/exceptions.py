@@ -228,7 +228,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "frequency_stride": 8,
         "time_stride": 8,
     },
-    "chameleon_vqgan": {**_VQ, "resolution": 32, "latent_channels": 32, "embed_dim": 32},
+    "chameleon_vqgan": {
+        **_VQ,
+        "num_embeddings": 2,
+        "resolution": 8,
+        "latent_channels": 32,
+        "embed_dim": 32,
+    },
     "emu3_vqgan": {
         "base_channels": 32,
         "channel_multiplier": [1, 1],
@@ -637,6 +643,26 @@ INPUTS: dict[Any, Any] = {
         config, flattened_patches=next(_flattened(config))["flattened_patches"]
     ),
     "molmo2": _pooled,
+    "chameleon": lambda config: [
+        {
+            "input_ids": torch.cat((torch.full((BATCH, 16), 100), ids()), 1),
+            "pixel_values": normal(BATCH, 3, 8, 8),
+            "use_cache": False,
+        }
+    ],
+    "molmo2_adapter": lambda config: [
+        {
+            "image_features": normal(BATCH, 16, 2 * config.hidden_size),
+            "pooled_patches_idx": torch.arange(BATCH * 16).view(-1, 4),
+        }
+    ],
+    "blt_local_encoder": lambda config: [
+        {
+            "input_ids": ids(),
+            "num_patches": 3,
+            "patch_ids": torch.arange(TOKENS).div(4, rounding_mode="floor").expand(BATCH, -1),
+        }
+    ],
     "evolla": _folded,
     "EvollaModel": _folded,
     "blt": lambda config: [

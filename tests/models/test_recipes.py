@@ -407,6 +407,16 @@ def test_a_scale_of_each_dimension_multiplies_queries_and_their_biases() -> None
     assert any("each dimension has a scale" in one for one in turned.caveats)
 
 
+def test_convolutions_in_groups_are_matrices_of_blocks() -> None:
+    shapes = {"h.0.attn.query.weight": (8, 4, 1), "h.0.attn.key.weight": (8, 2, 1)}
+    tensors = {name: torch.rand(shape) + 1 for name, shape in shapes.items()}
+    (found,), _ = layouts(shapes, {"num_heads": 2, "model_type": "squeezebert"})
+    form, tokens = found.form(tensors), torch.rand(8, 3)
+    for factor, name, groups in zip((form.query, form.key), shapes, (2, 4), strict=True):
+        theirs = torch.nn.functional.conv1d(tokens, tensors[name], groups=groups)
+        torch.testing.assert_close(factor.flatten(0, 1) @ tokens, theirs)
+
+
 def test_gates_stand_before_the_queries_of_hrm() -> None:
     stored = torch.arange(32.0 * 8).view(32, 8)
     name = "H_module.layers.0.attn.gqkv_proj.weight"

@@ -193,7 +193,7 @@ class QKNorm(Stabilizer):
 def _rows(side: Projection, weight: Tensor, head_dim: int) -> Int[Tensor, "heads head"]:
     """The rows of a stored weight, which are its layer's outputs, that belong to each head."""
     rows = torch.arange(weight.shape[1 if side.transposed else 0], dtype=torch.float64)
-    return replace(side, transposed=False).heads(rows[:, None], head_dim)[..., 0].long()
+    return replace(side, transposed=False, groups=1).heads(rows[:, None], head_dim)[..., 0].long()
 
 
 def _bias_rows(side: Projection, bias: Tensor, head_dim: int) -> Int[Tensor, "heads head"]:

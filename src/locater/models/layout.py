@@ -71,6 +71,8 @@ class Projection:
     """The tensor that an 8-bit weight is to be multiplied with: whole, by rows or by blocks."""
     width: int | None = None
     """Rows stored for each head, of which the first are ours; head_dim where none is said."""
+    groups: int = 1
+    """A convolution over one place in groups, each of which reads its own part of the width."""
     multiplier: float = 1.0
     dimensions: str | None = None
     """The tensor whose softplus, over log 2, multiplies each dimension (TimesFM)."""
@@ -91,7 +93,7 @@ class Projection:
 
     def unpacked(self, tensors: Mapping[str, Tensor]) -> Float[Tensor, "_ _"]:
         """The stored weight, times its scale where it has one."""
-        weight = tensors[self.weight]
+        weight = tensors[self.weight].flatten(1)  # a convolution over one place is a matrix
         if self.scale is None:
             return weight
         scale = tensors[self.scale].float()
@@ -106,10 +108,12 @@ class Projection:
         return weight.float() * (scale[:, None] if scale.ndim == 1 and len(scale) > 1 else scale)
 
     def heads(
-        self, tensor: Float[Tensor, "_ _"], head_dim: int
+        self, tensor: Float[Tensor, "_ ..."], head_dim: int
     ) -> Float[Tensor, "heads head model"]:
         """The heads of this projection in the stored weight; gradients flow back to it."""
-        tensor = tensor.flatten(1)  # a convolution over one place is a matrix
+        tensor = tensor.flatten(1)
+        if self.groups > 1:
+            tensor = torch.block_diag(*tensor.chunk(self.groups))
         rows = tensor.mT if self.transposed else tensor
         return self._ours(rows[self.start : self.stop], head_dim)
 

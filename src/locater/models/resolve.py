@@ -222,9 +222,13 @@ def _choose(rows: Sequence[Recipe], model_type: str | None) -> Recipe:
     )
 
 
-def _matrix(names: Names, name: str, transposed: bool | None) -> tuple[int, int, bool]:
+def _matrix(
+    names: Names, name: str, transposed: bool | None, groups: int = 1
+) -> tuple[int, int, bool]:
     """A stored weight's rows and columns in nn.Linear's order, and if they are transposed."""
     shape = names.shape(name)
+    if groups > 1:
+        shape = (shape[0], groups * shape[1], *shape[2:])
     if len(shape) > 2 and math.prod(shape[2:]) == 1 and shape[0] == shape[1]:
         shape = shape[:2]  # a convolution over one place, not in groups
     if len(shape) != 2 or 1 in shape:
@@ -345,6 +349,8 @@ class _Site:
             heads = heads[place] if place < len(heads) else None
         if isinstance(heads, int) and isinstance(self.config.get("head_ratio"), int):
             heads //= self.config["head_ratio"]  # ConvBERT
+        if self.has("one head"):
+            return 1
         if self.has("heads of 64"):
             name = join(self.attention, weight_name(self.recipe.query))
             heads = _matrix(self.names, name, False)[1] // 64
@@ -401,8 +407,9 @@ class _Site:
         """Query and key projections that have a tensor each."""
         recipe = self.recipe
         names = [join(self.attention, weight_name(child)) for child in (recipe.query, recipe.key)]
-        rows, width, flipped = _matrix(self.names, names[0], recipe.transposed)
-        key_rows, key_width, _ = _matrix(self.names, names[1], recipe.transposed)
+        groups = self.groups(names)
+        rows, width, flipped = _matrix(self.names, names[0], recipe.transposed, groups[0])
+        key_rows, key_width, _ = _matrix(self.names, names[1], recipe.transposed, groups[1])
         if width != key_width:
             raise _UnreadableError(
                 f"queries read {width} dimensions and keys {key_width}: "
@@ -413,13 +420,20 @@ class _Site:
         kv_heads = _divided(key_rows, head_dim, names[1])
         self.group(heads, kv_heads)
         in_one = recipe.query.endswith("_weight")  # nn.MultiheadAttention: one bias for all
-        query = self.projection(
-            recipe.query, transposed=flipped, stop=rows, bias_start=0 if in_one else None
-        )
-        key = self.projection(
-            recipe.key, transposed=flipped, stop=key_rows, bias_start=rows if in_one else None
+        starts = (0, rows) if in_one else (None, None)
+        query, key = (
+            self.projection(child, transposed=flipped, stop=stop, bias_start=start, groups=many)
+            for child, stop, start, many in zip(
+                (recipe.query, recipe.key), (rows, key_rows), starts, groups, strict=True
+            )
         )
         return _Cut(query, key, kv_heads, head_dim, width)
+
+    def groups(self, names: Sequence[str]) -> list[int]:
+        """In how many groups convolutions project: SqueezeBERT's have as many rows as they read."""
+        if not self.has("in groups"):
+            return [1] * len(names)
+        return [rows // width for rows, width, *_ in map(self.names.shape, names)]
 
     def fused(self, heads: int) -> _Cut:
         """Query and key projections that share one tensor with the values."""
