@@ -28,6 +28,7 @@ from locater.reality.what_if import (
     moments,
     what_if,
 )
+from locater.report.reality_view import save_what_if
 
 HEAD, MODEL, TOKENS = 8, 16, 12
 
@@ -345,3 +346,10 @@ def test_nine_of_ten_real_changes_lie_within_the_bar() -> None:
     assert len(within) > 500
     assert 0.87 <= sum(within) / len(within) <= 0.95
     assert sum(wide) / len(wide) < 0.85
+
+
+def test_a_figure_says_every_change(tmp_path: Path) -> None:
+    change = Change(scale=0.5, query_bias=False, centered_keys=True)
+    found = what_if(KNOWN, change, draws=4).to_dict()
+    page = save_what_if(found, tmp_path / "page.html", known=KNOWN.blocks).read_text()
+    assert "?: scale 0.5, no query bias, centered keys" in page

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -352,14 +352,21 @@ def change_chart(rows: Sequence[Record], *, title: str = "") -> Any:
     )
 
 
+def _changes(change: Record) -> Iterator[str]:
+    """What was changed, in words."""
+    for name, value in change.items():
+        words = name.replace("_", " ")
+        if name == "query_bias":
+            yield from () if value else ("no query bias",)
+        elif value is True:
+            yield words
+        elif value not in (None, 1.0, "", False):
+            yield f"{words} {value}"
+
+
 def save_what_if(found: Record, path: Path, *, known: int) -> Path:
     """Write a page (.html) with a figure and a table that sorts, or the figure alone."""
-    done = {
-        name: value
-        for name, value in found["change"].items()
-        if value not in (None, 1.0, "", False)
-    }
-    words = ", ".join(f"{name} {value}" for name, value in done.items())
+    words = ", ".join(_changes(found["change"]))
     chart = change_chart(found["heads"], title=f"{found['model']}: {words}")
     if path.suffix != ".html":
         return save_chart(chart, path)
