@@ -643,6 +643,7 @@ INPUTS: dict[Any, Any] = {
         config, flattened_patches=next(_flattened(config))["flattened_patches"]
     ),
     "molmo2": _pooled,
+    "janus_vqgan": lambda config: [{"pixel_values": normal(BATCH, 3, 8, 8)}],
     "chameleon": lambda config: [
         {
             "input_ids": torch.cat((torch.full((BATCH, 16), 100), ids()), 1),

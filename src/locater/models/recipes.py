@@ -267,7 +267,7 @@ TRAITS: Mapping[str, frozenset[str]] = {
         "cut by heads": "gpt_bigcode",
         "heads of 64": "bridgetower_vision_model",
         "in groups": "squeezebert",
-        "one head": "chameleon_vqgan",
+        "one head": "chameleon_vqgan janus_vqgan",
         "chooses keys": "deepseek_v32 glm_moe_dsa axk2 hy_v4 dots3_note_text glm5_next_text "
         "mistral_large4_text minimax_m3_vl_text qwen4_exp_text step3p5",
         "own mask": "swin donut-swin maskformer-swin swinv2 swin2sr clap_audio_model eomt "
