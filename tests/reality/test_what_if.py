@@ -353,3 +353,12 @@ def test_a_figure_says_every_change(tmp_path: Path) -> None:
     found = what_if(KNOWN, change, draws=4).to_dict()
     page = save_what_if(found, tmp_path / "page.html", known=KNOWN.blocks).read_text()
     assert "?: scale 0.5, no query bias, centered keys" in page
+
+
+def test_longer_texts_with_learned_places_are_doubted() -> None:
+    still = replace(KNOWN.layers[0], frequencies=None)
+    learned = replace(KNOWN, layers=(still,))
+    (caveat,) = what_if(learned, Change(tokens=24), draws=4).caveats
+    assert "learned vectors" in caveat
+    assert not what_if(learned, Change(scale=0.5), draws=4).caveats
+    assert not what_if(KNOWN, Change(tokens=24), draws=4).caveats
