@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 SEEN = 60.0
 """A key whose logit is that far below its row's largest is masked, unless the row spans as much."""
+MASK = 100.0
+"""The least that models add to hide a key."""
 HUGE = 5e3
 """So far below it is masked in any case."""
 
@@ -169,8 +171,9 @@ def unmasked(theirs: Tensor, hidden: float = SEEN) -> Tensor:
     if hidden >= HUGE:
         return seen
     span = below.masked_fill(~seen, math.nan).nanquantile(0.2, -1, keepdim=True)
-    if theirs.ndim == 4:  # a mask is the same for all heads
-        seen = seen & (below < hidden).any(1, keepdim=True)
+    if theirs.ndim == 4:  # a mask of -100 (Swin's) lowers a key by about as much in every head
+        least, most = below.amin(1, keepdim=True), below.amax(1, keepdim=True)
+        seen = seen & ((least < 0.8 * MASK) | (most > 1.4 * MASK))
     return seen & ((below < hidden) | (below < 20 * span))
 
 
