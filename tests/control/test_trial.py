@@ -22,7 +22,7 @@ from locater import ConfigError, InputError, LocaterError, Trial, TrialConfig, t
 from locater.cli import main
 from locater.control.trial import TrialRun, next_token_loss
 from locater.files import held
-from locater.models.loading import Bytes, model_from_config, text_blocks
+from locater.models.loading import Bytes, model_from_config, text_blocks, tokenizer_beside
 
 GPT2 = {
     "model_type": "gpt2",
@@ -321,3 +321,23 @@ def test_the_command_writes_a_picture_and_one_sentence(
     assert main([*command, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert len(data["runs"]) == 4 and data["sentence"].startswith("Lowest loss")
+
+
+def test_a_tokenizer_beside_the_config_is_the_one_that_reads(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    assert tokenizer_beside(folder / "config.json") is None
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(folder / "config.json", tmp_path)
+    (tmp_path / "text.txt").write_text(TEXT)
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, TEXT.split()[0]: 1}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]").save_pretrained(tmp_path)
+    found = tokenizer_beside(tmp_path / "config.json")
+    assert found is not None and found(TEXT.split()[0])["input_ids"] == [1]
+    (tmp_path / "tokenizer.json").write_text("{")
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    assert main(["trial", *COMMAND]) == 1

@@ -94,20 +94,29 @@ def _loaded(
     command: TrialCommand, config: TrialConfig
 ) -> tuple[Any, Any, Callable[[], Any] | None]:
     """The model, the text in blocks of its tokens, and what makes new weights."""
-    from locater.models.loading import Bytes, load_model, model_from_config, read_text, text_blocks
+    from locater.models.loading import (
+        Bytes,
+        load_model,
+        model_from_config,
+        read_text,
+        text_blocks,
+        tokenizer_beside,
+    )
 
     text, fresh, path = read_text(text_of(command.model, command.text)), None, Path(command.model)
     if path.is_file() and path.suffix == ".json":
         fresh = model_from_config(path)
-        tokenizer: Any = Bytes()
         model: Any = fresh()
+        tokenizer = tokenizer_beside(path)
         size = model.get_input_embeddings().num_embeddings
-        if size < 256:
+        if tokenizer is None and size < 256:
             raise ConfigError(
                 f"a text is read as bytes, and the model knows {size} tokens.",
-                hint="give a folder with its tokenizer, or a vocab_size of 256 or more.",
+                hint="put its tokenizer beside the config, or give a vocab_size of 256 or more.",
             )
-        say("no tokenizer: the text is read as bytes.")
+        if tokenizer is None:
+            say("no tokenizer: the text is read as bytes.")
+            tokenizer = Bytes()
     else:
         model, tokenizer = load_model(command.model, head=True, say=say)
     wanted = config.steps * config.batch + HELD_OUT

@@ -124,6 +124,17 @@ def model_from_config(source: str | Path) -> Callable[[], nn.Module]:
         return partial(auto.from_config, config)
 
 
+def tokenizer_beside(config: Path) -> Any | None:
+    """The tokenizer in a config's folder, if there is one; needs the extra `hf`."""
+    files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+    if not any((config.parent / file).exists() for file in files):
+        return None
+    with needing("transformers", extra="hf"):
+        import transformers
+    with guarded(str(config.parent), hint="its tokenizer cannot be read; move it away for bytes."):
+        return transformers.AutoTokenizer.from_pretrained(config.parent)
+
+
 @contextmanager
 def _patience(name: str, say: Callable[[str], None]) -> Iterator[None]:
     """Speak now and then while the work goes on."""
