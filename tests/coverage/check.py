@@ -280,11 +280,16 @@ class Check:
         """Every softmax that these weights entered, and how well the form fits it."""
         query, key = (self.rows.owner(rows) for rows in (told.query_rows, told.key_rows))
         done: Counter[int] = Counter()
+        starts: dict[tuple[int, int], int] = {}
         for pairing in pairings(self.driven.attentions, query, key):
-            fit = best_fit(told, pairing, done[id(pairing.query)])
+            mine = id(pairing.query)
+            place = (mine, id(pairing.attention))
+            if place not in starts:
+                starts[place] = done[mine]
+                done[mine] += pairing.attention.logits.shape[-2]
+            fit = best_fit(told, pairing, starts[place])
             if told.turns_otherwise and not fit.gap < RIGHT:
-                fit = turned_fit(told, pairing, done[id(pairing.query)]) or fit
-            done[id(pairing.query)] += pairing.attention.logits.shape[-2]
+                fit = turned_fit(told, pairing, starts[place]) or fit
             yield pairing, fit
 
     def in_file(self) -> None:

@@ -63,9 +63,13 @@ def pairings(heard: list[Attention], query: frozenset[str], key: frozenset[str])
     for attention in heard:
         for score in attention.scores:
             for left, right in ((score.left, score.right), (score.right, score.left)):
-                asks, answers = _made_by(left, query), _made_by(right, key)
-                if asks is not None and answers is not None:
-                    found.append(Pairing(attention, asks, answers, len(attention.scores) == 1))
+                both = [
+                    Pairing(attention, asks, answers, len(attention.scores) == 1)
+                    for asks in _made_by(left, query)
+                    for answers in _made_by(right, key)
+                ]
+                if both:
+                    found += both
                     break
             else:
                 continue
@@ -73,15 +77,21 @@ def pairings(heard: list[Attention], query: frozenset[str], key: frozenset[str])
     return found
 
 
-def _made_by(lineage: Lineage | None, weights: frozenset[str], depth: int = 2) -> Projection | None:
-    """The product with these weights that it comes from, perhaps by way of another (MLA)."""
+def _made_by(lineage: Lineage | None, weights: frozenset[str], depth: int = 2) -> list[Projection]:
+    """The products with these weights that it comes from, perhaps by way of others (MLA).
+
+    There are several where keys of two sources are joined.
+    """
     if lineage is None:
-        return None
-    found = next((one for one in lineage.projections if one.weights & weights), None)
-    if found is None and depth:
-        deeper = (_made_by(one.source, weights, depth - 1) for one in lineage.projections)
-        found = next((one for one in deeper if one is not None), None)
-    return found
+        return []
+    found = [one for one in lineage.projections if one.weights & weights]
+    if not found and depth:
+        found = [
+            deeper
+            for one in lineage.projections
+            for deeper in _made_by(one.source, weights, depth - 1)
+        ]
+    return list({id(one.given): one for one in found}.values())
 
 
 def _rows(projection: Projection, width: int) -> Tensor | None:
