@@ -277,8 +277,8 @@ TRAITS: Mapping[str, frozenset[str]] = {
         "mask2former oneformer",
         "no softmax": "autoformer mra reformer xlstm yoso",
         # what a form does not have
-        "adds terms": "cpmant layoutlmv3 lilt udop phi4_multimodal_audio beit grounding-dino "
-        "mm-grounding-dino speecht5 bros pegasus_x sam3_detr_decoder "
+        "adds terms": "cpmant layoutlmv3 lilt udop beit grounding-dino "
+        "mm-grounding-dino bros pegasus_x sam3_detr_decoder "
         "sam3_lite_text_detr_decoder inkling_text inkling2_text zaya",
         "pools": "hiera sam2_hiera_det_model mobilevit pvt pvt_v2 segformer florence_vision "
         "groupvit_vision_model videoprism_vision_model cvt canine",
