@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -66,6 +66,8 @@ def readable(config: type[Config]) -> type[Config]:
         elif field.default in ("", ()):  # nothing is no default worth naming
             hints[field.name] = Annotated[kind, tyro.conf.arg(help_behavior_hint="")]
             defaults[field.name] = field.default
+        elif field.default is MISSING and get_origin(getattr(kind, "__origin__", kind)) is tuple:
+            hints[field.name] = Annotated[kind, tyro.conf.arg(help_behavior_hint="")]
     space = {"__annotations__": hints, "__doc__": config.__doc__, "__module__": config.__module__}
     made = type(config.__name__, (config,), {**space, **defaults})
     return dataclass(frozen=True, kw_only=True)(made)
