@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shutil
+import threading
 from functools import cache
 from pathlib import Path
 from statistics import NormalDist
+from typing import Any
 
 import pytest
 import torch
@@ -23,13 +26,21 @@ from locater import (
     predicted_attention,
     propagation,
 )
-from locater.audit import Audit, AuditConfig, HeadRecord, audit_checkpoint, audit_model
-from locater.audit.audit import AuditKeywords, Layers, on_text
+from locater.audit import (
+    Audit,
+    AuditConfig,
+    HeadRecord,
+    audit_checkpoint,
+    audit_model,
+    audit_timeline,
+)
+from locater.audit.audit import AuditKeywords, Auditor, Layers, on_text
 from locater.audit.draws import entropy_columns, null_of
 from locater.audit.table import judge, stands_out
 from locater.core.process import ProcessName
 from locater.core.score import HeadMoments, LogitDraws
 from locater.errors import ConfigError, InputError, LocaterError
+from locater.files import DEMO
 from locater.models.live import discover, find_attention
 from locater.models.loading import load_model, read_text, text_blocks
 from locater.models.names import norms
@@ -664,3 +675,48 @@ def test_thirty_thousand_tokens_can_be_assumed() -> None:
         AuditConfig(tokens=32_769)
     with pytest.raises(ConfigError, match="8,193 tokens are too many"):
         AuditConfig(tokens=8_193, method="exact")
+
+
+@pytest.mark.parametrize("workers", [2, 5])
+def test_layers_at_a_time_make_the_same_audit(workers: int) -> None:
+    one = audit_checkpoint("demo", tokens=32)
+    some = audit_checkpoint("demo", tokens=32, workers=workers)
+    assert some.rows == one.rows and some.caveats == one.caveats
+
+
+def test_the_next_layer_s_bytes_travel_while_one_is_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A layer is finished only when the reading of the next one has begun: alone, it would wait."""
+    begun, started = [], threading.Event()
+    read, compute = Layers.tensors, Auditor.layer
+
+    def reading(self: Any, layout: Any) -> Any:
+        begun.append(layout.name)
+        if len(begun) == 2:
+            started.set()
+        return read(self, layout)
+
+    def computing(self: Any, *given: Any) -> Any:
+        assert started.wait(60)
+        return compute(self, *given)
+
+    monkeypatch.setattr(Layers, "tensors", reading)
+    monkeypatch.setattr(Auditor, "layer", computing)
+    assert len(audit_checkpoint("demo", tokens=32, workers=2).rows) == 16
+    assert len(begun) == 4
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_timeline_is_its_audits_in_order(workers: int, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    for file in DEMO.iterdir():
+        shutil.copy(file, tmp_path / "other" / file.name)
+    sources = ["demo", tmp_path / "other", "demo"]
+    line = audit_timeline(sources, tokens=32, workers=workers)
+    assert [audit.name for audit in line.audits] == [
+        audit_checkpoint(source, tokens=32).name for source in sources
+    ]
+    assert all(audit.rows == line.audits[0].rows for audit in line.audits)
+    with pytest.raises(LocaterError, match="nowhere"):
+        audit_timeline(["demo", tmp_path / "nowhere"], tokens=32, workers=workers)

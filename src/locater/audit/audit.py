@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from threading import Lock
 from typing import Any, Literal, TypedDict, Unpack
 
 import torch
@@ -24,8 +25,9 @@ from locater.core.process import DENSE_TOKENS, LongProcess, ProcessName, TokenPr
 from locater.core.score import HeadMoments, LogitDraws, SampledHeads
 from locater.core.spectrum import Spectrum
 from locater.core.theory import REGIMES, Profile, attention_entropy, regime_of
-from locater.engines import one_thread
+from locater.engines import one_thread, run_units
 from locater.errors import ConfigError, InputError, LocaterError, check_choice
+from locater.files import packaged
 from locater.models.coverage import known
 from locater.models.layout import AttentionLayout, Skipped
 from locater.models.live import AnyPair, discover, find_attention
@@ -396,6 +398,7 @@ def audit_checkpoint(
     base: str | Path | None = None,
     config: Mapping[str, Any] | None = None,
     recipes: Sequence[Recipe] = RECIPES,
+    workers: int | None = None,
     report: Report | None = None,
     say: Say = silent,
     **keywords: Unpack[AuditKeywords],
@@ -403,6 +406,8 @@ def audit_checkpoint(
     """Audit a folder, a file, a URL or a hub id, one layer's queries and keys at a time.
 
     `base` is what a LoRA adapter stands on; `config` completes what the checkpoint says of itself;
+    `workers` layers are held and computed at a time, one for files here and two for remote ones, so
+    that a layer's bytes travel while the one before it is computed;
     `report(done, total)` hears of every layer, `say` where somebody has to wait.  What to assume of
     the tokens is said by `settings` or by the fields of `AuditConfig` as keywords:
     `audit_checkpoint(path, tokens=64)`.
@@ -414,7 +419,9 @@ def audit_checkpoint(
     settings = settings_of(settings, keywords)
     with open_checkpoint(source, base=base, config=config, say=say) as checkpoint:
         layers = Layers.of_checkpoint(checkpoint, recipes=recipes, gains=settings.gains)
-        audit = audit_layers(layers, settings, report)
+        is_here = Path(packaged(str(source))).expanduser().exists()
+        workers = workers or (1 if is_here else 2)
+        audit = audit_layers(layers, settings, report, workers=workers)
         return replace(audit, bytes_read=checkpoint.bytes_read)
 
 
@@ -525,23 +532,33 @@ def audit_layers(
     chosen: Sequence[AttentionLayout] | None = None,
     *,
     seen: Mapping[str, OnText] | None = None,
+    workers: int = 1,
 ) -> Audit:
     """Audit the attentions of an open checkpoint or a live model, or some chosen ones of them."""
-    rows: list[HeadRecord] = []
-    skipped: list[Skipped] = []
     auditor = Auditor(settings, seen or {})
     wanted = layers.layouts if chosen is None else chosen
-    with one_thread():
-        for done, layout in enumerate(wanted, 1):
-            try:
-                rows += auditor.layer(layers, layout, layers.tensors(layout))
-            except LocaterError as error:
-                skipped.append(Skipped(name=layout.name, reason=error.message))
-            except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
-                reason = f"its spectrum could not be computed: {str(error).splitlines()[0]}"
-                skipped.append(Skipped(name=layout.name, reason=reason))
-            if report is not None:
-                report(done, len(wanted))
+    reading = Lock()
+
+    def work(place: int) -> list[HeadRecord] | Skipped:
+        layout = wanted[place]
+        try:
+            with reading:
+                tensors = layers.tensors(layout)
+            return auditor.layer(layers, layout, tensors)
+        except LocaterError as error:
+            return Skipped(name=layout.name, reason=error.message)
+        except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
+            reason = f"its spectrum could not be computed: {str(error).splitlines()[0]}"
+            return Skipped(name=layout.name, reason=reason)
+
+    found: dict[int, list[HeadRecord] | Skipped] = {}
+    for place, made in run_units(work, range(len(wanted)), workers=workers):
+        found[place] = made
+        if report is not None:
+            report(len(found), len(wanted))
+    every = [found[place] for place in sorted(found)]
+    rows = [row for made in every if not isinstance(made, Skipped) for row in made]
+    skipped = [made for made in every if isinstance(made, Skipped)]
     skipped = [*layers.skipped, *skipped]
     if not rows:
         reasons = "; ".join(f"{one.name or 'the model'}: {one.reason}" for one in skipped[:4])

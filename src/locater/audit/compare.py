@@ -25,7 +25,7 @@ from locater.audit.table import Audit, HeadRecord
 from locater.checkpoints.open import open_checkpoint
 from locater.checkpoints.source import Say, silent
 from locater.core.form import QKForm
-from locater.engines import one_thread
+from locater.engines import Engine, one_thread, run_units
 from locater.errors import InputError, LocaterError
 from locater.models.layout import AttentionLayout, Skipped
 from locater.notebook import Shown
@@ -332,19 +332,51 @@ def audit_timeline(
     *,
     base: str | Path | None = None,
     config: Mapping[str, Any] | None = None,
+    engine: Engine = "local",
+    workers: int | None = None,
+    ray_address: str | None = None,
     report: Report | None = None,
     say: Say = silent,
     **keywords: Unpack[AuditKeywords],
 ) -> Timeline:
-    """Audit several checkpoints of one run; the settings are those of `audit_checkpoint`.
+    """Audit several checkpoints of one run, some at a time, here or on Ray.
+
+    The settings are those of `audit_checkpoint`; on Ray every node must see the checkpoints.
 
     >>> [len(audit.rows) for audit in audit_timeline(["demo", "demo"], tokens=32).audits]
     [16, 16]
     """
-    audits = []
     settings = settings_of(settings, keywords)
-    for done, source in enumerate(sources, 1):
-        audits.append(audit_checkpoint(source, settings, base=base, config=config, say=say))
+
+    def work(place: int) -> Audit | LocaterError:
+        try:
+            return audit_checkpoint(sources[place], settings, base=base, config=config, say=say)
+        except LocaterError as error:
+            return error
+
+    audits = at_a_time(
+        work, len(sources), engine=engine, workers=workers, ray_address=ray_address, report=report
+    )
+    for audit in audits:
+        if isinstance(audit, LocaterError):
+            raise audit
+    return Timeline(audits=tuple(one for one in audits if isinstance(one, Audit)))
+
+
+def at_a_time(
+    work: Callable[[int], Audit | LocaterError],
+    count: int,
+    *,
+    engine: Engine,
+    workers: int | None,
+    ray_address: str | None,
+    report: Report | None = None,
+) -> list[Audit | LocaterError]:
+    """Audits in order, some of them at a time, and what went wrong in place of one."""
+    found: dict[int, Audit | LocaterError] = {}
+    units = run_units(work, range(count), engine=engine, workers=workers, ray_address=ray_address)
+    for place, made in units:
+        found[place] = made
         if report is not None:
-            report(done, len(sources))
-    return Timeline(audits=tuple(audits))
+            report(len(found), count)
+    return [found[place] for place in range(count)]

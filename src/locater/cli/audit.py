@@ -12,10 +12,11 @@ from typing import Annotated, Any, Literal
 from tyro.conf import Positional, Suppress
 
 from locater.audit.audit import AuditConfig, audit_checkpoint, audit_model
-from locater.audit.compare import Timeline
+from locater.audit.compare import Timeline, at_a_time
 from locater.audit.table import Audit, stands_out
 from locater.cli.terminal import check_figure, parse, plain, print_json, progress, say, show, values
 from locater.core.process import ProcessName, TokenProcess
+from locater.engines import Engine
 from locater.errors import ConfigError, LocaterError
 from locater.files import write_file
 from locater.models.layout import Skipped
@@ -72,6 +73,12 @@ class AuditCommand(CheckpointFlags):
     """Write the interactive page here (.html), or a map of the heads (.svg, .png, .pdf)."""
     color: str | None = None
     """The column that colors the map of the heads; by default the one that tells most."""
+    workers: int | None = None
+    """Layers held at a time, or checkpoints of a timeline; one thread each."""
+    engine: Engine = "local"
+    """Where the checkpoints of a timeline are audited: here, or on Ray (extra `cluster`)."""
+    ray_address: str | None = None
+    """A running cluster, HOST:6379; without it --engine ray starts one here."""
     json: bool = False
     """Print everything as JSON."""
 
@@ -91,15 +98,7 @@ def run(arguments: Sequence[str]) -> None:
         raise ConfigError(
             "--csv and --parquet hold one checkpoint.", hint="use --json for a timeline."
         )
-    audits: list[Audit] = []
-    for path in in_order(command.paths):
-        with progress(plain(path)) as report:
-            try:
-                audits.append(_audited(command, path, report))
-            except LocaterError as error:
-                if len(command.paths) == 1:
-                    raise
-                say(plain(f"left out {path}: {error.message}"))
+    audits = _audits(command)
     if not audits:
         raise LocaterError("none of the checkpoints could be read.", hint="see the lines above.")
     _write(command, audits)
@@ -117,6 +116,34 @@ def run(arguments: Sequence[str]) -> None:
         )
 
 
+def _audits(command: AuditCommand) -> list[Audit]:
+    """One checkpoint, or several of which some are audited at a time and bad ones left out."""
+    if len(command.paths) == 1:
+        with progress(plain(command.paths[0])) as report:
+            return [_audited(command, command.paths[0], report)]
+    paths = in_order(command.paths)
+
+    def work(place: int) -> Audit | LocaterError:
+        try:
+            return _audited(command, paths[place])
+        except LocaterError as error:
+            return error
+
+    with progress("checkpoints") as report:
+        found = at_a_time(
+            work,
+            len(paths),
+            engine=command.engine,
+            workers=1 if command.text else command.workers,
+            ray_address=command.ray_address,
+            report=report,
+        )
+    for path, one in zip(paths, found, strict=True):
+        if isinstance(one, LocaterError):
+            say(plain(f"left out {path}: {one.message}"))
+    return [one for one in found if isinstance(one, Audit)]
+
+
 def in_order(paths: Sequence[str]) -> list[str]:
     """Checkpoints of one run by their numbers, as no shell lists them; others as they are given.
 
@@ -128,11 +155,14 @@ def in_order(paths: Sequence[str]) -> list[str]:
     return sorted(paths, key=lambda path: [int(part) for part in re.findall(r"\d+", path)])
 
 
-def _audited(command: AuditCommand, path: str, report: Callable[[int, int], None]) -> Audit:
+def _audited(
+    command: AuditCommand, path: str, report: Callable[[int, int], None] | None = None
+) -> Audit:
     """Audit a file, or a live model on the tokens that a text gives it."""
     if command.text is None:
+        workers = command.workers if len(command.paths) == 1 else 1
         return audit_checkpoint(
-            path, report=report, say=say, **command.source(), **command.settings()
+            path, workers=workers, report=report, say=say, **command.source(), **command.settings()
         )
     if command.base or command.heads or command.kv_heads:
         raise ConfigError(
