@@ -43,6 +43,29 @@ def run_units(
     raise unknown("engine", engine, ("local", "ray"))
 
 
+def run_all(
+    work: Callable[[int], Result],
+    count: int,
+    *,
+    engine: Engine = "local",
+    workers: int | None = None,
+    ray_address: str | None = None,
+    report: Callable[[int, int], None] | None = None,
+) -> list[Result]:
+    """The results of units 0, 1, … in their order, however they complete.
+
+    >>> run_all(lambda unit: unit * unit, 4, workers=2)
+    [0, 1, 4, 9]
+    """
+    found: dict[int, Result] = {}
+    units = run_units(work, range(count), engine=engine, workers=workers, ray_address=ray_address)
+    for unit, made in units:
+        found[unit] = made
+        if report is not None:
+            report(len(found), count)
+    return [found[unit] for unit in range(count)]
+
+
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Switch torch's own threads off: small matrices suffer from them, badly on a busy machine."""

@@ -25,7 +25,7 @@ from locater.core.process import DENSE_TOKENS, LongProcess, ProcessName, TokenPr
 from locater.core.score import HeadMoments, LogitDraws, SampledHeads
 from locater.core.spectrum import Spectrum
 from locater.core.theory import REGIMES, Profile, attention_entropy, regime_of
-from locater.engines import one_thread, run_units
+from locater.engines import one_thread, run_all
 from locater.errors import ConfigError, InputError, LocaterError, check_choice
 from locater.files import packaged
 from locater.models.coverage import known
@@ -551,12 +551,7 @@ def audit_layers(
             reason = f"its spectrum could not be computed: {str(error).splitlines()[0]}"
             return Skipped(name=layout.name, reason=reason)
 
-    found: dict[int, list[HeadRecord] | Skipped] = {}
-    for place, made in run_units(work, range(len(wanted)), workers=workers):
-        found[place] = made
-        if report is not None:
-            report(len(found), len(wanted))
-    every = [found[place] for place in sorted(found)]
+    every = run_all(work, len(wanted), workers=workers, report=report)
     rows = [row for made in every if not isinstance(made, Skipped) for row in made]
     skipped = [made for made in every if isinstance(made, Skipped)]
     skipped = [*layers.skipped, *skipped]

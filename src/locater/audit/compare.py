@@ -25,7 +25,7 @@ from locater.audit.table import Audit, HeadRecord
 from locater.checkpoints.open import open_checkpoint
 from locater.checkpoints.source import Say, silent
 from locater.core.form import QKForm
-from locater.engines import Engine, one_thread, run_units
+from locater.engines import Engine, one_thread, run_all
 from locater.errors import InputError, LocaterError
 from locater.models.layout import AttentionLayout, Skipped
 from locater.notebook import Shown
@@ -350,33 +350,16 @@ def audit_timeline(
 
     def work(place: int) -> Audit | LocaterError:
         try:
-            return audit_checkpoint(sources[place], settings, base=base, config=config, say=say)
+            return audit_checkpoint(
+                sources[place], settings, base=base, config=config, workers=1, say=say
+            )
         except LocaterError as error:
             return error
 
-    audits = at_a_time(
+    audits = run_all(
         work, len(sources), engine=engine, workers=workers, ray_address=ray_address, report=report
     )
     for audit in audits:
         if isinstance(audit, LocaterError):
             raise audit
     return Timeline(audits=tuple(one for one in audits if isinstance(one, Audit)))
-
-
-def at_a_time(
-    work: Callable[[int], Audit | LocaterError],
-    count: int,
-    *,
-    engine: Engine,
-    workers: int | None,
-    ray_address: str | None,
-    report: Report | None = None,
-) -> list[Audit | LocaterError]:
-    """Audits in order, some of them at a time, and what went wrong in place of one."""
-    found: dict[int, Audit | LocaterError] = {}
-    units = run_units(work, range(count), engine=engine, workers=workers, ray_address=ray_address)
-    for place, made in units:
-        found[place] = made
-        if report is not None:
-            report(len(found), count)
-    return [found[place] for place in range(count)]

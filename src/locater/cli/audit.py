@@ -12,11 +12,11 @@ from typing import Annotated, Any, Literal
 from tyro.conf import Positional, Suppress
 
 from locater.audit.audit import AuditConfig, audit_checkpoint, audit_model
-from locater.audit.compare import Timeline, at_a_time
+from locater.audit.compare import Timeline
 from locater.audit.table import Audit, stands_out
 from locater.cli.terminal import check_figure, parse, plain, print_json, progress, say, show, values
 from locater.core.process import ProcessName, TokenProcess
-from locater.engines import Engine
+from locater.engines import Engine, run_all
 from locater.errors import ConfigError, LocaterError
 from locater.files import write_file
 from locater.models.layout import Skipped
@@ -130,7 +130,7 @@ def _audits(command: AuditCommand) -> list[Audit]:
             return error
 
     with progress("checkpoints") as report:
-        found = at_a_time(
+        found = run_all(
             work,
             len(paths),
             engine=command.engine,
