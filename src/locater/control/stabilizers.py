@@ -287,10 +287,10 @@ class QKClip(Stabilizer):
             if distributed.is_available() and distributed.is_initialized():
                 distributed.all_reduce(largest, distributed.ReduceOp.MAX)
             if bool((largest > self.max_logit).any()):
-                factor = self.max_logit / largest.clamp_min(self.max_logit)
-                shared = factor.unflatten(0, (layout.kv_heads, -1)).amin(1).sqrt()
-                group = layout.heads // layout.kv_heads
-                _scale(attention, layout.query, factor / shared.repeat_interleave(group))
+                half = (self.max_logit / largest.clamp_min(self.max_logit)).sqrt()
+                shared = half.unflatten(0, (layout.kv_heads, -1)).amin(1)
+                rest = half / shared.repeat_interleave(layout.heads // layout.kv_heads)
+                _scale(attention, layout.query, half * rest)
                 _scale(attention, layout.key, shared)
 
 

@@ -1,9 +1,8 @@
 """The paper's transformer (Section 7): fairseq 0.12.2's `transformer_lm` as its defaults have it.
 
 ReLU, dropout after embeddings, attention and feed-forward, sinusoidal positions, embeddings scaled
-by √d, biases everywhere but in the untied output layer.  Rivals of LocAteR act on the model itself:
-it has places for norms and caps of its own and a joint W_QK, which its published runs and their
-checkpoints keep; `control/stabilizers` does the same to any other model.
+by √d, biases everywhere but in the untied output layer.  It has places for norms of queries and
+keys and a joint W_QK, which its published runs and their checkpoints keep.
 """
 
 from __future__ import annotations
@@ -15,13 +14,11 @@ from typing import Literal, get_args, get_type_hints
 
 import torch
 from jaxtyping import Float, Int64, Num
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils import parametrize
 
-from locater.control.stabilizers import LargestLogits, UnitNorm
+from locater.control.stabilizers import Stabilizer, stabilize
 from locater.errors import ConfigError, InputError, at_least, check_choice
-from locater.models.live import find_attention
 from locater.paper.lab.loss import linear_cross_entropy
 
 Norm = Literal["post", "pre", "none"]
@@ -30,8 +27,10 @@ Positions = Literal["sinusoidal", "rotary"]
 Activation = Literal["relu", "swiglu"]
 Task = Literal["causal", "masked", "vision"]
 QK = Literal["factored", "joint"]
-Stabilizer = Literal["none", "sigma-reparam", "qk-norm", "qk-clip", "soft-cap", "qk-weight-decay"]
-STABILIZERS: tuple[Stabilizer, ...] = get_args(Stabilizer)
+StabilizerName = Literal[
+    "none", "sigma-reparam", "qk-norm", "qk-clip", "soft-cap", "qk-weight-decay"
+]
+STABILIZERS: tuple[StabilizerName, ...] = get_args(StabilizerName)
 ROPE_THETA = 10_000.0
 _FIRST_POSITION = 2  # fairseq counts positions from its padding index, 1, plus one
 
@@ -167,8 +166,6 @@ class Attention(nn.Module):
         self.q_norm: nn.Module = nn.Identity()
         self.k_norm: nn.Module = nn.Identity()
         self.head_dim = self.q_proj.out_features // self.num_heads
-        self.soft_cap: float | None = None
-        """Bounds the logits by cap · tanh(logit / cap), where it is given."""
 
     def forward(self, hidden: Float[Tensor, "batch length model"]) -> Tensor:
         """Mix the tokens of each sequence."""
@@ -180,17 +177,9 @@ class Attention(nn.Module):
         if key.shape[1] != query.shape[1]:  # shared by several heads; of a joint W_QK by all
             key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
             value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
-        if self.soft_cap is None:
-            mixed = functional.scaled_dot_product_attention(
-                query, key, value, is_causal=self.is_causal, scale=self.scaling
-            )
-        else:
-            logits = query @ key.mT * self.scaling
-            logits = self.soft_cap * torch.tanh(logits / self.soft_cap)
-            if self.is_causal:
-                future = torch.ones_like(logits[0, 0], dtype=torch.bool).triu(1)
-                logits = logits.masked_fill(future, -math.inf)
-            mixed = logits.softmax(-1).to(value.dtype) @ value
+        mixed = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=self.is_causal, scale=self.scaling
+        )
         return self.out_proj(mixed.transpose(1, 2).flatten(2))
 
     def _split(self, rows: Tensor, size: int) -> Tensor:
@@ -353,30 +342,19 @@ def sinusoids(length: int, dim: int) -> Float[Tensor, "length dim"]:
     return torch.cat([angle.sin(), angle.cos()], dim=1)
 
 
-class Stabilized:
-    """What a stabilizer does after each step of the optimizer; nothing, for some."""
-
-    def after_step(self) -> None:
-        """Call once after `optimizer.step()`."""
-
-
 def apply_stabilizer(
     model: nn.Module,
-    name: Stabilizer,
+    name: StabilizerName,
     *,
     max_logit: float = 100.0,
     decay: float = 0.1,
     learning_rate: float | None = None,
-) -> Stabilized:
+) -> Stabilizer:
     """Change a lab model in place, before its optimizer is built; call `after_step` in the loop.
 
-    - `sigma-reparam`: every linear layer but the output is γ W / σ(W) (Zhai et al. 2023).
-    - `qk-norm`: LayerNorm on every head's queries and keys (Henry et al. 2020, Dehghani et al.
-      2023).
-    - `qk-clip`: a head whose largest logit passed `max_logit` in a step has its queries and keys
-      scaled back by as much (Kimi K2, 2025).
-    - `soft-cap`: logits are bounded by `max_logit` · tanh(logit / `max_logit`) (Gemma 2, 2024).
-    - `qk-weight-decay`: queries and keys alone decay by `learning_rate` · `decay` a step.
+    `control.stabilizers` has them, but for two: `qk-norm` is LayerNorm on every head's queries and
+    keys (Henry et al. 2020, Dehghani et al. 2023), in the places that the model has for it, and
+    `qk-weight-decay` lets queries and keys alone decay by `learning_rate` · `decay` a step.
     """
     attentions = [module for module in model.modules() if isinstance(module, Attention)]
     check_choice("stabilizer", name, STABILIZERS)
@@ -385,76 +363,27 @@ def apply_stabilizer(
             f"{type(model).__name__} has no attention of the laboratory's.",
             hint="stabilizers work on lab.model.Transformer.",
         )
-    if name == "sigma-reparam":
-        return _SigmaReparam(model)
     if name == "qk-norm":
         for attention in attentions:
             _normalize(attention)
-    if name in ("qk-clip", "soft-cap") and max_logit <= 0:
-        raise ConfigError(f"max_logit must be positive, got {max_logit}.", hint="100 is usual.")
-    if name == "soft-cap":
-        for attention in attentions:
-            attention.soft_cap = max_logit
-    if name == "qk-clip":
-        return _Clip(model, max_logit)
+        return Stabilizer()
     if name == "qk-weight-decay":
         return _Decay(attentions, decay, learning_rate)
-    return Stabilized()
-
-
-class _SigmaReparam(Stabilized):
-    def __init__(self, model: nn.Module) -> None:
-        output = getattr(model, "output", None)
-        self.layers: list[nn.Module] = []
-        for layer in list(model.modules()):
-            if not isinstance(layer, nn.Linear) or layer is output:
-                continue
-            if layer.weight.requires_grad:  # not the identity of a joint W_QK
-                parametrize.register_parametrization(layer, "weight", UnitNorm(layer.weight))
-                self.layers.append(layer)
-
-    def after_step(self) -> None:
-        for layer in self.layers:
-            parts = layer.get_submodule("parametrizations.weight")
-            parts.get_submodule("0").iterate(parts.original)  # type: ignore[operator]
+    settings = {"max_logit": max_logit} if name in ("qk-clip", "soft-cap") else {}
+    return stabilize(model, name, **settings)
 
 
 def _normalize(attention: Attention) -> None:
     """Give queries and keys a LayerNorm with gains and no bias, on the weights' device."""
     weight = attention.q_proj.weight
-    size = attention.head_dim
     for side in ("q_norm", "k_norm"):
-        norm = nn.LayerNorm(size, bias=False, device=weight.device, dtype=weight.dtype)
+        norm = nn.LayerNorm(
+            attention.head_dim, bias=False, device=weight.device, dtype=weight.dtype
+        )
         setattr(attention, side, norm)
 
 
-class _Clip(Stabilized):
-    def __init__(self, model: nn.Module, max_logit: float) -> None:
-        found = find_attention(model)
-        self.modules = {one.layout.name: one.module for one in found}
-        self.max_logit, self.largest = max_logit, LargestLogits(model, found)
-        self.largest.attach()
-
-    @torch.no_grad()
-    def after_step(self) -> None:
-        for name, largest in self.largest.found.items():
-            attention = self.modules[name]
-            assert isinstance(attention, Attention)
-            if distributed.is_available() and distributed.is_initialized():
-                distributed.all_reduce(largest, distributed.ReduceOp.MAX)
-            factor = (self.max_logit / largest.clamp(min=self.max_logit)).sqrt()
-            is_joint = not attention.k_proj.weight.requires_grad
-            for side in (attention.q_proj,) if is_joint else (attention.q_proj, attention.k_proj):
-                rows = (factor.square() if is_joint else factor).repeat_interleave(
-                    attention.head_dim
-                )
-                side.weight.mul_(rows[:, None].to(side.weight.dtype))
-                if side.bias is not None:
-                    side.bias.mul_(rows.to(side.bias.dtype))
-        self.largest.found.clear()
-
-
-class _Decay(Stabilized):
+class _Decay(Stabilizer):
     def __init__(
         self, attentions: list[Attention], decay: float, learning_rate: float | None
     ) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from locater.core.penalty import LocAteRConfig, TargetUnit
 from locater.errors import ConfigError, at_least
-from locater.paper.lab.model import Shape, Stabilizer
+from locater.paper.lab.model import Shape, StabilizerName
 
 Normalization = Literal["mean", "sum"]
 
@@ -57,7 +57,7 @@ class TrainConfig(Shape):
     divided by the tokens of a batch."""
     covariance: Literal["none", "running"] = "none"
     """Penalize W_QK, or W_QK Σ with the running covariance of the tokens."""
-    stabilizer: Stabilizer = "none"
+    stabilizer: StabilizerName = "none"
     """A rival in place of LocAteR."""
     max_logit: float = 100.0
     """Where `qk-clip` scales queries and keys back, and what `soft-cap` bounds logits by."""

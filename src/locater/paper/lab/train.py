@@ -23,13 +23,14 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from locater.control.locater import LocAteR
+from locater.control.stabilizers import Stabilizer
 from locater.core.theory import propagation
 from locater.engines import one_thread
 from locater.errors import ConfigError, InputError, needing
 from locater.files import held
 from locater.models.live import find_attention
 from locater.paper.lab.batches import IGNORED, Material, Source, generator, load_material
-from locater.paper.lab.model import Attention, Stabilized, Transformer, apply_stabilizer
+from locater.paper.lab.model import Attention, Transformer, apply_stabilizer
 from locater.paper.lab.run import (
     Checkpoint,
     DivergedError,
@@ -115,7 +116,7 @@ def load_trained(path: Path, *, data: str = "embedded") -> tuple[Transformer, Ma
     return model.eval(), material
 
 
-def _stabilized_model(config: TrainConfig, material: Material) -> tuple[Transformer, Stabilized]:
+def _stabilized_model(config: TrainConfig, material: Material) -> tuple[Transformer, Stabilizer]:
     """The model before its first step, with what holds its attention."""
     model = material.model(config)
     return model, apply_stabilizer(
@@ -595,7 +596,7 @@ class Meter:
         """Whether a norm or a cap stands in between: then no fixed W_QK makes the logits."""
         attentions = [one for one in self.model.modules() if isinstance(one, Attention)]
         return any(
-            not isinstance(one.q_norm, nn.Identity) or one.soft_cap is not None
+            not isinstance(one.q_norm, nn.Identity) or hasattr(one, "soft_cap_limit")
             for one in attentions
         )
 
