@@ -148,8 +148,7 @@ def _runs(command: SweepCommand, sweep: Sweep) -> Mapping[str, Run]:
     data = command.data or (own if own in ("embedded", "digits") else f"hub:{own}")
     folders = SweepFolders(out=command.out, data=data, results=command.results)
     if not command.train:
-        ended = [folders.finished(config) for config in sweep.configs()]
-        return {run.config.digest: run for run in ended if run is not None}
+        return folders.ended(sweep)
     with progress(sweep.name) as report:
         runs = run_sweep(
             sweep.configs(),

@@ -448,11 +448,8 @@ def _trained(context: Context, figure: str) -> tuple[Sweep, dict[str, Run]]:
     results = None if context.scale == "quick" else context.results  # none are published of it
     folders = SweepFolders(out=context.store / "lab", data=_data(context, sweep), results=results)
     if context.train:
-        runs = run_sweep(sweep.configs(), folders, report=context.progress)
-    else:
-        ended = (folders.finished(config) for config in sweep.configs())
-        runs = [run for run in ended if run is not None]
-    return sweep, {run.config.digest: run for run in runs}
+        run_sweep(sweep.configs(), folders, report=context.progress)
+    return sweep, folders.ended(sweep)
 
 
 def _folders(context: Context, sweep: Sweep) -> list[tuple[Setting, Path]]:

@@ -210,15 +210,13 @@ def protocol_regimes(results: Path) -> dict[str, tuple[Sweep, Runs]]:
     """The main regimes with those of their runs that are published; nothing is trained."""
     folders = SweepFolders(out=results, results=results)
 
-    def published(sweep: Sweep) -> dict[str, Run]:
-        more = replace(sweep, seeds=2 * sweep.seeds)
-        runs = (folders.finished(config) for config in more.configs())
-        return {run.config.digest: run for run in runs if run is not None}
+    def published(sweep: Sweep) -> Runs:
+        return folders.ended(replace(sweep, seeds=2 * sweep.seeds))
 
     found = {}
     for name in (*REGIMES, "passes-3-others"):
         sweep = sweep_named(name)
-        runs: Runs = published(sweep)
+        runs = published(sweep)
         if name == "tuned":
             sweep, runs = confirmed(sweep, published, seeds=5)
         found[name] = all_seeds(sweep, runs), runs
@@ -230,7 +228,7 @@ def protocol_table(regimes: Regimes) -> str:
     found, rows = primary(regimes), []
     for name, (sweep, runs) in regimes.items():
         for place, reading in enumerate(PAIR):
-            setting = next(one for one in sweep.settings if one.method == reading)
+            setting = _method(sweep, reading)
             side = {
                 kind.name: kind.text(compare(sweep, runs, setting, kind).differences)
                 for kind in (TEST, LAST, ENTROPY)
@@ -279,7 +277,7 @@ def effects(regimes: Regimes) -> list[dict[str, Any]]:
     records = []
     for name, (sweep, runs) in regimes.items():
         for reading in PAIR:
-            setting = next(one for one in sweep.settings if one.method == reading)
+            setting = _method(sweep, reading)
             for at, kind in (("best step", PERPLEXITY), ("last step", LAST)):
                 values = compare(sweep, runs, setting, kind).differences
                 mean, half = vars(Interval.of([percent(v) for v in values])).values()
@@ -297,12 +295,7 @@ def published_table(name: str, results: Path) -> str:
     if name == "protocol":
         regimes = protocol_regimes(results)
         return protocol_table({regime: regimes[regime] for regime in REGIMES})
-    folders = SweepFolders(out=results, results=results)
-
-    def published(sweep: Sweep) -> dict[str, Run]:
-        runs = (folders.finished(config) for config in sweep.configs())
-        return {run.config.digest: run for run in runs if run is not None}
-
+    published = SweepFolders(out=results, results=results).ended
     sweep = sweep_named(name.removesuffix("-confirmed"))
     if name != sweep.name:
         return markdown(summarize(*confirmed(sweep, published, seeds=5)))

@@ -50,6 +50,11 @@ class SweepFolders:
                 found = folder.load()
         return found if found and found.final is not None and found.config == config else None
 
+    def ended(self, sweep: Sweep) -> dict[str, Run]:
+        """Those runs of a sweep that have come to their end, by digest; nothing is trained."""
+        runs = (self.finished(config) for config in sweep.configs())
+        return {run.config.digest: run for run in runs if run is not None}
+
 
 def run_sweep(
     configs: Sequence[TrainConfig],
