@@ -380,10 +380,9 @@ def _bands(sweep: Sweep, runs: Mapping[str, Run]) -> Any:
                 {"method": name, "step": points[0][0], "perplexity": sum(values) / len(values),
                  "low": min(values), "high": max(values)}
             )  # fmt: skip
-    floor = min((record["low"] for record in lines), default=1.0)
-    lines = [record for record in lines if record["perplexity"] < 2.5 * floor]
-    looks = told_apart("method", list(SHORT.values()), title=None, dashes=_DASHES)
-    y = alt.Y("perplexity:Q", title="valid perplexity", scale=alt.Scale(zero=False))
+    looks = told_apart("method", list(SHORT.values()), title=None, dashes=_DASHES, symbolOpacity=1)
+    scale = alt.Scale(type="log", nice=False)
+    y = alt.Y("perplexity:Q", title="valid perplexity", scale=scale, axis=alt.Axis(tickCount=5))
     base = alt.Chart(alt.Data(values=lines)).encode(alt.X("step:Q"), color=looks["color"])
     dots = alt.Chart(alt.Data(values=best)).mark_point(filled=True, size=40)
     return alt.layer(
@@ -391,7 +390,7 @@ def _bands(sweep: Sweep, runs: Mapping[str, Run]) -> Any:
         base.mark_line().encode(y=y, strokeDash=looks["strokeDash"]),
         dots.encode(x="step:Q", y=y, color=looks["color"]),
     ).properties(
-        width=300, height=200, title=sweep.question,
+        width=300, height=200, title=alt.Title(sweep.question, anchor="start", fontSize=12),
         description=f"Perplexity over training with and without LocAteR, {sweep.question}.",
     )  # fmt: skip
 
@@ -400,9 +399,11 @@ def effects_chart(records: Sequence[Record]) -> alt.TopLevelMixin:
     """What each reading does to perplexity, against how much text there is."""
     order = list(dict.fromkeys(record["regime"] for record in records))
     looks = told_apart("reading", list(SHORT.values())[1:], title=None, dashes=_DASHES[1:])
-    base = alt.Chart(alt.Data(values=list(records))).encode(
+    values = [{**record, "place": f"{record['reading']}, {record['at']}"} for record in records]
+    places = list(dict.fromkeys(value["place"] for value in values))
+    base = alt.Chart(alt.Data(values=values)).encode(
         x=alt.X("regime:N", sort=order, title=None, axis=alt.Axis(labelAngle=0, labelLimit=200)),
-        xOffset=alt.XOffset("reading:N"),
+        xOffset=alt.XOffset("place:N", sort=places),
         color=looks["color"],
     )
     y = alt.Y("change:Q", title="change of perplexity, %")
