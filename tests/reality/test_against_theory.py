@@ -304,7 +304,7 @@ def test_layers_that_do_not_fit_together_are_sampled_one_by_one(
     blocks = text_blocks(tokenizer, read_text(samples / "text.txt"), tokens=8, blocks=60)
     config = RealityConfig(draws=20, exact=False)
     together = against_theory(model, blocks, config)
-    monkeypatch.setattr("locater.probe.samples._AT_ONCE", 1)
+    monkeypatch.setattr("locater.probe.samples._MEMORY", 1)
     passes: list[int] = []
     apart = against_theory(
         model, blocks, config,

@@ -30,11 +30,11 @@ from locater.errors import ConfigError, InputError, LocaterError, check_choice
 from locater.files import packaged
 from locater.models.coverage import known
 from locater.models.layout import AttentionLayout, Skipped
-from locater.models.live import AnyPair, discover, find_attention
+from locater.models.live import AnyPair, discover
 from locater.models.names import Norm, Shapes, norms, plain_name
 from locater.models.recipes import RECIPES, Recipe
 from locater.models.resolve import INPUT_CAVEAT, layouts
-from locater.probe.samples import LARGEST_GAP, AttentionSamples, collect, logit_gap
+from locater.probe.samples import LARGEST_GAP, AttentionSamples, logit_gap, readable, sampled
 
 Report = Callable[[int, int], None]
 Tensors = Mapping[str, Tensor]
@@ -495,24 +495,18 @@ def on_text(
 
     Layers whose inputs together fit into `memory` bytes are taken in one pass of the model.
     """
-    found = [
-        one for one in find_attention(model) if one.layout.kind == "self" and one.module is not None
-    ]
+    found = readable(model)
     if not found or len(blocks) < 8:
         raise LocaterError(
             f"{len(found)} self-attentions and {len(blocks)} blocks of text give no token process.",
             hint="give a model with self-attention and a longer text, or fewer --tokens.",
         )
-    size = 4 * len(blocks) * blocks.shape[1] * max(one.layout.model for one in found)
-    some = max(1, memory // size)
     seen: dict[str, OnText] = {}
-    for start in range(0, len(found), some):
-        samples = collect(model, found[start : start + some], blocks, keep=len(blocks), batch=8)
+    for one in sampled(model, found, blocks, keep=len(blocks), batch=8, memory=memory):
         with one_thread(), torch.no_grad():
-            for one in samples:
-                seen[one.attention.layout.name] = OnText.of(one)
-                if report is not None:
-                    report(len(seen), len(found))
+            seen[one.attention.layout.name] = OnText.of(one)
+        if report is not None:
+            report(len(seen), len(found))
     return seen
 
 

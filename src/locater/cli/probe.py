@@ -126,14 +126,13 @@ def _selected(probe: Any, layers: str | None) -> dict[str, Any]:
 
 
 def _print(data: dict[str, Any], top: int) -> None:
-    from locater.report.probe_view import HEADS, LAYERS, head_rows, layer_rows
+    from locater.report.probe_view import HEADS, LAYERS, sharpest_first
     from locater.report.tables import terminal_table
 
-    heads = head_rows(data["heads"])
+    heads = sharpest_first(data["heads"])
     title = "heads, the lowest share of ln T first"
     show(terminal_table(heads[: top or None], HEADS, title=title))
-    layers = layer_rows(data["layers"])
-    show(terminal_table(layers, LAYERS, title="tokens that enter each layer"))
+    show(terminal_table(data["layers"], LAYERS, title="tokens that enter each layer"))
     left = f" ({top} shown)" if 0 < top < len(heads) else ""
     print(f"{len(heads)} heads{left} on {data['blocks']} blocks of {data['tokens']} tokens.")
     alarms = [plain(f"alarm: {alarm['message']}") for alarm in data["alarms"]]

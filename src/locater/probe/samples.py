@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from locater.errors import InputError, LocaterError
-from locater.models.live import LiveAttention
+from locater.models.live import LiveAttention, find_attention
 from locater.probe.rows import Logits
 from locater.probe.watch import Place, Recorder
 
@@ -70,10 +70,7 @@ class _BlockRecorder(Recorder):
         if place.layout is None:
             return None
         place_of = torch.tensor([self.query % logits.shape[2]], device=logits.device)
-        rows, visible = logits.rows(slice(None), place_of)
-        if visible is not None:
-            rows = rows.masked_fill(~visible.expand(rows.shape), -torch.inf)
-        return rows[:, :, 0].cpu()
+        return logits.rows(slice(None), place_of)[0][:, :, 0].cpu()
 
     def attention_ends(self, place: Place, tokens: Tensor, answers: list[Any]) -> None:
         """Store one batch of one attention."""
@@ -99,15 +96,10 @@ class _BlockRecorder(Recorder):
         inputs[done : done + len(tokens)] = tokens[: max(self.keep - done, 0)].float().cpu()
 
 
-def at_once(attentions: list[LiveAttention], blocks: Tensor) -> int:
-    """How many attentions may be sampled in one pass, so that inputs take at most 1.6 GB."""
-    tokens = blocks.shape[0] * blocks.shape[1]
-    widest = max(one.layout.model for one in attentions)
-    return max(1, _AT_ONCE // (tokens * widest))
-
-
-_AT_ONCE = 400_000_000
-"""Numbers of kept inputs."""
+def readable(model: nn.Module, layers: str | None = None) -> list[LiveAttention]:
+    """The self-attentions whose tokens can be sampled."""
+    found = find_attention(model, layers=layers)
+    return [one for one in found if one.layout.kind == "self" and one.module is not None]
 
 
 def collect(
@@ -141,6 +133,28 @@ def collect(
         for one in attentions
         if (name := one.layout.name) in recorder.logits
     ]
+
+
+_MEMORY = 1_600_000_000
+
+
+def sampled(
+    model: nn.Module,
+    attentions: list[LiveAttention],
+    blocks: Tensor,
+    *,
+    keep: int,
+    memory: int | None = None,
+    **settings: Any,
+) -> Iterator[AttentionSamples]:
+    """`collect`, with as many attentions in one pass of the model as fit in `memory` bytes."""
+    widest = max(one.layout.model for one in attentions)
+    some = max(1, (memory or _MEMORY) // (4 * keep * blocks.shape[1] * widest))
+    for start in range(0, len(attentions), some):
+        few = attentions[start : start + some]
+        for sample in collect(model, few, blocks, keep=keep, **settings):
+            yield sample
+            sample.inputs = sample.inputs[:0]  # free it: layers add up to gigabytes
 
 
 def logit_gap(

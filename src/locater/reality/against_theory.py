@@ -17,18 +17,15 @@ from torch import Tensor, nn
 
 from locater.core.bounds import entropy_lower_bound
 from locater.core.diagnosis import Diagnosis, diagnose
+from locater.core.form import QKForm
 from locater.core.process import Gaussianity, TokenProcess, gaussianity, random_projections
 from locater.core.score import SampledHeads, normal_between
-from locater.core.theory import (
-    Profile,
-    attention_entropy,
-    linearized_softmax,
-)
+from locater.core.theory import Profile, attention_entropy, linearized_softmax
 from locater.engines import one_thread
 from locater.errors import ConfigError, LocaterError
-from locater.models.live import LiveAttention, find_attention
+from locater.models.live import LiveAttention
 from locater.notebook import Shown
-from locater.probe.samples import LARGEST_GAP, AttentionSamples, at_once, collect, logit_gap
+from locater.probe.samples import LARGEST_GAP, AttentionSamples, logit_gap, readable, sampled
 from locater.reality.predictions import COLUMNS, Prediction, predictions
 
 
@@ -100,46 +97,49 @@ class LayerReality:
 
     def rows(self) -> list[dict[str, Any]]:
         """One plain dictionary per head."""
-        return [self._row(head, why) for head, why in enumerate(self.diagnosis.rows())]
+        done, errors = self._done(), self._errors()
+        return [
+            {"name": self.name, "layer": self.layer, "head": head}
+            | {name: values[head].item() for name, values in done.items()}
+            | {"why": why}
+            | {name: values[head].item() for name, values in errors.items()}
+            for head, why in enumerate(self.diagnosis.rows())
+        ]
 
-    def _row(self, head: int, why: dict[str, Any]) -> dict[str, Any]:
-        measured = self.measured
-        row: dict[str, Any] = {
-            "name": self.name,
-            "layer": self.layer,
-            "head": head,
-            "entropy": measured.entropy[head].item(),
-            "entropy_standard_error": measured.entropy_error[head].item(),
-            "entropy_bound": measured.entropy_bound[head].item(),
-            "mean_rho": measured.profile.rho[head].mean().item(),
-            "sink_mass": measured.attention[head, 0].item(),
-            "own_mass": measured.attention[head, -1].item(),
-            "logit_deviation": measured.logit_variance[head].mean().sqrt().item(),
-            "logit_kurtosis": measured.logit_kurtosis[head].item(),
-            "rho_noise": self.rho_noise[head].item(),
-            "law_error": _gap(measured.gaussian_rho[head], measured.profile.rho[head]),
-            "why": why,
+    def _done(self) -> dict[str, Float[Tensor, " heads"]]:
+        """What the heads did."""
+        measured, rho = self.measured, self.measured.profile.rho
+        return {
+            "entropy": measured.entropy,
+            "entropy_standard_error": measured.entropy_error,
+            "entropy_bound": measured.entropy_bound,
+            "mean_rho": rho.mean(-1),
+            "sink_mass": measured.attention[:, 0],
+            "own_mass": measured.attention[:, -1],
+            "logit_deviation": measured.logit_variance.mean(-1).sqrt(),
+            "logit_kurtosis": measured.logit_kurtosis,
+            "rho_noise": self.rho_noise,
+            "law_error": (measured.gaussian_rho - rho).abs().mean(-1),
         }
-        for column, prediction in self.predictions.items():
-            row[f"rho_error_{column}"] = self.rho_error(column)[head].item()
-            row[f"rho_beyond_noise_{column}"] = self.rho_error_beyond_noise(column)[head].item()
-            if prediction.entropy is not None and prediction.attention is not None:
-                row[f"entropy_{column}"] = prediction.entropy[head].item()
-                row[f"attention_error_{column}"] = (
-                    prediction.attention[head] - measured.attention[head]
-                ).abs().sum().item() / 2
-            if prediction.logit_mean is not None and prediction.logit_variance is not None:
-                row[f"logit_mean_error_{column}"] = _gap(
-                    prediction.logit_mean[head], measured.logit_mean[head]
-                )
-                total = measured.logit_variance[head].sum().clamp_min(1e-300)
-                ratio = prediction.logit_variance[head].sum() / total
-                row[f"logit_variance_ratio_{column}"] = ratio.item()
+
+    def _errors(self) -> dict[str, Float[Tensor, " heads"]]:
+        """What every prediction says, or how far it is off."""
+        found, measured = dict[str, Tensor](), self.measured
+        total = measured.logit_variance.sum(-1).clamp_min(1e-300)
+        for column, made in self.predictions.items():
+            found[f"rho_error_{column}"] = self.rho_error(column)
+            found[f"rho_beyond_noise_{column}"] = self.rho_error_beyond_noise(column)
+            if made.entropy is not None and made.attention is not None:
+                found[f"entropy_{column}"] = made.entropy
+                gap = (made.attention - measured.attention).abs().sum(-1)
+                found[f"attention_error_{column}"] = gap / 2
+            if made.logit_mean is not None and made.logit_variance is not None:
+                gap = (made.logit_mean - measured.logit_mean).abs().mean(-1)
+                found[f"logit_mean_error_{column}"] = gap
+                found[f"logit_variance_ratio_{column}"] = made.logit_variance.sum(-1) / total
         for column in (self.best, "full"):
-            row[f"rho_error_in_sample_{column}"] = self.rho_error(column, in_sample=True)[
-                head
-            ].item()
-        return row
+            found[f"rho_error_in_sample_{column}"] = self.rho_error(column, in_sample=True)
+        return found
 
 
 KURTOSIS = {
@@ -317,10 +317,6 @@ def _correlations(first: Tensor, second: Tensor) -> Tensor:
     return (first * second).sum(-1) / (first.norm(dim=-1) * second.norm(dim=-1))
 
 
-def _gap(first: Tensor, second: Tensor) -> float:
-    return (first - second).abs().mean().item()
-
-
 @dataclass(frozen=True, kw_only=True)
 class RealityConfig:
     """How to hold the theory against a model.
@@ -439,42 +435,33 @@ class Halves:
                 f"{len(blocks)} blocks leave {used} to estimate on and {len(rest)} to measure.",
                 hint="give a longer text, or shorter blocks: hundreds of each are needed.",
             )
-        found = [
-            one
-            for one in find_attention(model, layers=config.layers)
-            if one.layout.kind == "self" and one.module is not None
-        ]
+        found = readable(model, config.layers)
         skipped = {
             one.layout.name: "queries and keys are normalized: no fixed W_QK exists"
             for one in found
             if one.layout.qk_norm
         }
-        readable = [one for one in found if one.layout.name not in skipped]
-        if not readable:
+        fixed = [one for one in found if one.layout.name not in skipped]
+        if not fixed:
             raise LocaterError(
                 "no self-attention of the model has a fixed W_QK.",
                 hint="models with qk-norm are measured by `locater probe`, or Probe(model), alone.",
             )
-        return cls(readable, skipped, torch.cat([blocks[:used], rest]), used, config.batch)
+        return cls(fixed, skipped, torch.cat([blocks[:used], rest]), used, config.batch)
 
     def samples(
         self, model: nn.Module, query: int, report: Callable[[str, int, int], None]
     ) -> Iterator[AttentionSamples]:
-        """Attention after attention, as many in one pass of the model as fit."""
-        some = at_once(self.attentions, self.every[: self.used])
-        for start in range(0, len(self.attentions), some):
-            samples = collect(
-                model,
-                self.attentions[start : start + some],
-                self.every,
-                keep=self.used,
-                batch=self.batch,
-                query=query,
-                report=lambda done, total: report("model", done, total),
-            )
-            for sample in samples:
-                yield sample
-                sample.inputs = sample.inputs[:0]  # free it: layers add up to gigabytes
+        """Attention after attention."""
+        return sampled(
+            model,
+            self.attentions,
+            self.every,
+            keep=self.used,
+            batch=self.batch,
+            query=query,
+            report=lambda done, total: report("model", done, total),
+        )
 
 
 def _unlike_the_theory(samples: AttentionSamples, query: int) -> str:
@@ -496,25 +483,11 @@ def _unlike_the_theory(samples: AttentionSamples, query: int) -> str:
 def layer_against_theory(samples: AttentionSamples, config: RealityConfig) -> LayerReality:
     """One attention: estimate, predict, compare."""
     layout, inputs = samples.attention.layout, samples.inputs
-    used, tokens = inputs.shape[:2]
     generator = torch.Generator().manual_seed(config.seed)
-    form = samples.attention.form(distances=tokens).to(torch.float64, torch.device("cpu"))
-    process = TokenProcess.from_samples(inputs, fit="traces")
-    heads = SampledHeads.of(form, inputs)
-    own, held_out = samples.logits[:used].double(), samples.logits[used:].double()
-    made = dict(
-        predictions(
-            form, process, heads, draws=config.draws, exact=config.exact, generator=generator
-        )
-    )
+    form, process, heads = estimated(samples)
+    own, held_out = (part.double() for part in samples.logits.tensor_split([len(inputs)]))
     in_sample = measure(own, f"{layout.name}, where estimated")
-    made["copy"] = Prediction(
-        in_sample.profile,
-        in_sample.entropy,
-        in_sample.attention,
-        in_sample.logit_mean,
-        in_sample.logit_variance,
-    )
+    made = predicted(form, process, heads, in_sample, config, generator)
     return LayerReality(
         name=layout.name,
         layer=layout.layer,
@@ -527,6 +500,35 @@ def layer_against_theory(samples: AttentionSamples, config: RealityConfig) -> La
         features=_features(heads, inputs, generator),
         caveats=layout.caveats,
     )
+
+
+def estimated(samples: AttentionSamples) -> tuple[QKForm, TokenProcess, SampledHeads]:
+    """An attention's form, the process of its tokens, and the moments of its queries and keys."""
+    tokens = samples.inputs.shape[1]
+    form = samples.attention.form(distances=tokens).to(torch.float64, torch.device("cpu"))
+    process = TokenProcess.from_samples(samples.inputs, fit="traces")
+    return form, process, SampledHeads.of(form, samples.inputs)
+
+
+def predicted(
+    form: QKForm,
+    process: TokenProcess,
+    heads: SampledHeads,
+    counted: Measured,
+    config: RealityConfig,
+    generator: torch.Generator,
+) -> dict[str, Prediction]:
+    """Everything that is known before attention is measured; `copy` is what was counted there."""
+    settings: dict[str, Any] = {"draws": config.draws, "exact": config.exact}
+    made = dict(predictions(form, process, heads, generator=generator, **settings))
+    made["copy"] = Prediction(
+        counted.profile,
+        counted.entropy,
+        counted.attention,
+        counted.logit_mean,
+        counted.logit_variance,
+    )
+    return made
 
 
 def measure(logits: Float[Tensor, "blocks heads tokens"], label: str = "") -> Measured:

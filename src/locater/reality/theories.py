@@ -21,16 +21,21 @@ from torch import Tensor, nn
 
 from locater.core.bounds import entropy_lower_bound
 from locater.core.form import QKForm
-from locater.core.process import TokenProcess
-from locater.core.score import SampledHeads
 from locater.core.theory import attention_entropy
 from locater.engines import one_thread
 from locater.models.live import LiveAttention
 from locater.probe.rows import Logits
 from locater.probe.samples import AttentionSamples
 from locater.probe.watch import Place, Recorder
-from locater.reality.against_theory import Halves, RealityConfig, measure, rank_correlation
-from locater.reality.predictions import COLUMNS, Prediction, predictions
+from locater.reality.against_theory import (
+    Halves,
+    RealityConfig,
+    estimated,
+    measure,
+    predicted,
+    rank_correlation,
+)
+from locater.reality.predictions import COLUMNS, Prediction
 
 MEASURED = {
     "entropy": "entropy of the last query's attention, nats",
@@ -261,8 +266,12 @@ def _own(name: str) -> Theory:
 
     knows = {"walk": "weights", "copy": "attention itself"}.get(name, "weights, moments of tokens")
     source = "no theory" if name == "copy" else "here"
-    return Theory(name=f"{COLUMNS[name]}", source=source, knows=knows, target=target,
-                  kind="number", formula=formula)  # fmt: skip
+    return Theory(name=COLUMNS[name], source=source, knows=knows, target=target, kind="number",
+                  formula=formula)  # fmt: skip
+
+
+_EVERY = dict.fromkeys(THEORIES, "") | {_own(step): step for step in OURS}
+"""All of them, others' first; ours with their steps."""
 
 
 class _Squares(Recorder):
@@ -277,9 +286,7 @@ class _Squares(Recorder):
         if place.layout is None:
             return None
         every = torch.arange(logits.shape[2], device=logits.device)
-        rows, visible = logits.rows(slice(None), every)
-        if visible is not None:
-            rows = rows.masked_fill(~visible.expand(rows.shape), -torch.inf)
+        rows, _ = logits.rows(slice(None), every)
         return torch.softmax(rows.double(), -1)[..., : logits.shape[2]].cpu()
 
     def attention_ends(self, place: Place, tokens: Tensor, answers: list[Any]) -> None:
@@ -324,8 +331,7 @@ class League:
     @property
     def theories(self) -> list[Theory]:
         """Those that had something to say, others' first."""
-        every = [*THEORIES, *map(_own, OURS)]
-        return [one for one in every if one.name in self.heads[0]["theories"]]
+        return [one for one in _EVERY if one.name in self.heads[0]["theories"]]
 
     def rows(self) -> list[dict[str, Any]]:
         """One plain dictionary per theory: what it is, its error, and how it orders heads."""
@@ -409,17 +415,19 @@ def _judged(
     """The heads of one attention: what they did, and every theory's value."""
     layout = sample.attention.layout
     own, held_out = sample.logits[:used].double(), sample.logits[used:].double()
-    facts = _facts(sample, own, squares[0], config)
+    form, process, moments = estimated(sample)
+    generator = torch.Generator().manual_seed(config.seed)
+    ours = predicted(form, process, moments, measure(own), config, generator)
+    facts = Facts(form=form, inputs=sample.inputs, logits=own, squares=squares[0], ours=ours)
     values: dict[str, list[float]] = {}
-    steps = {one.name: column for column in OURS for one in [_own(column)]}
-    for theory in (*THEORIES, *map(_own, OURS)):
-        if steps.get(theory.name, "copy") not in facts.ours:
+    for theory, step in _EVERY.items():
+        if step and step not in facts.ours:
             continue
         start = time.perf_counter()
         values[theory.name] = theory.formula(facts).double().tolist()
         taken = time.perf_counter() - start
-        made = facts.ours[steps[theory.name]].seconds if theory.name in steps else 0.0
-        taken += 0.0 if math.isnan(made) else made
+        if step not in ("", "copy"):
+            taken += facts.ours[step].seconds
         seconds[theory.name] = seconds.get(theory.name, 0.0) + taken
     truth = measured(held_out) | {"rank": squares[1]["rank"]}
     return [
@@ -428,23 +436,6 @@ def _judged(
         | {"theories": {name: value[head] for name, value in values.items()}}
         for head in range(own.shape[1])
     ]
-
-
-def _facts(
-    sample: AttentionSamples, own: Tensor, squares: dict[str, Tensor], config: RealityConfig
-) -> Facts:
-    form = sample.attention.form(distances=own.shape[-1]).to(torch.float64, torch.device("cpu"))
-    process = TokenProcess.from_samples(sample.inputs, fit="traces")
-    generator = torch.Generator().manual_seed(config.seed)
-    ours = dict(
-        predictions(
-            form, process, SampledHeads.of(form, sample.inputs), draws=config.draws, exact=False,
-            generator=generator,
-        )
-    )  # fmt: skip
-    counted = measure(own)
-    ours["copy"] = Prediction(counted.profile, counted.entropy, counted.attention)
-    return Facts(form=form, inputs=sample.inputs, logits=own, squares=squares, ours=ours)
 
 
 def measured(logits: Float[Tensor, "blocks heads tokens"]) -> dict[str, Float[Tensor, " heads"]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -31,11 +31,11 @@ from locater.core.theory import attention_entropy
 from locater.engines import one_thread
 from locater.errors import ConfigError, InputError
 from locater.files import write_file
-from locater.models.live import LiveAttention, LiveTensors, find_attention
+from locater.models.live import LiveAttention, LiveTensors
 from locater.models.names import plain_name
 from locater.models.positions import stretched
 from locater.notebook import Shown
-from locater.probe.samples import AttentionSamples, at_once, collect
+from locater.probe.samples import AttentionSamples, readable, sampled
 
 _PARTS = ("kernel", "covariance", "mean", "query_bias", "key_bias", "frequencies", "distance_bias")
 _GROUPS = {"layers": "", "adapted": "adapted."}
@@ -269,16 +269,13 @@ def moments(
             caveats = _limits(lora, _readable(model), str(adapter))
         made: list[LayerMoments] = []
         adapted: list[LayerMoments] = []
-        some = at_once(found, blocks)
-        for start in range(0, len(found), some):
-            few = found[start : start + some]
-            for sample in collect(model, few, blocks, keep=len(blocks), batch=batch):
-                made.append(_sampled(sample, sample.attention.form(distances=blocks.shape[1])))
-                layout = sample.attention.layout
-                if lora is not None and lora.changed.intersection(layout.tensors):
-                    form = layout.form(lora.read(layout.tensors), distances=blocks.shape[1])
-                    adapted.append(_sampled(sample, form))
-                report(len(made), len(found))
+        for sample in sampled(model, found, blocks, keep=len(blocks), batch=batch):
+            made.append(_moments(sample, sample.attention.form(distances=blocks.shape[1])))
+            layout = sample.attention.layout
+            if lora is not None and lora.changed.intersection(layout.tensors):
+                form = layout.form(lora.read(layout.tensors), distances=blocks.shape[1])
+                adapted.append(_moments(sample, form))
+            report(len(made), len(found))
     said = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     return Moments(
         model=name,
@@ -292,12 +289,8 @@ def moments(
 
 
 def _readable(model: nn.Module, layers: str | None = None) -> list[LiveAttention]:
-    """The self-attentions whose tokens can be sampled."""
-    found = [
-        one
-        for one in find_attention(model, layers=layers)
-        if one.layout.kind == "self" and one.module is not None
-    ]
+    """The self-attentions that moments can stand for."""
+    found = readable(model, layers)
     if not found:
         raise InputError(
             "the model has no self-attention whose queries and keys can be read.",
@@ -312,7 +305,7 @@ def _readable(model: nn.Module, layers: str | None = None) -> list[LiveAttention
     return found
 
 
-def _sampled(sample: AttentionSamples, form: QKForm) -> LayerMoments:
+def _moments(sample: AttentionSamples, form: QKForm) -> LayerMoments:
     """The moments of an attention's tokens as a form's queries and keys."""
     layout = sample.attention.layout
     with one_thread():
@@ -537,7 +530,7 @@ def what_if(
     rows: list[dict[str, Any]] = []
     total = sum(map(len, known.layers))
     with one_thread():
-        for layer, place in _heads(known.layers):
+        for layer, place in [(one, place) for one in known.layers for place in range(len(one))]:
             form, process = layer.head(place)
             row: dict[str, Any] = {"name": layer.name, "layer": layer.layer, "head": place}
             twin = twins.get(layer.name, layer).head(place)
@@ -561,9 +554,3 @@ def what_if(
     return WhatIf(
         model=known.model, change=change, tokens=tokens, rows=tuple(rows), caveats=caveats
     )
-
-
-def _heads(layers: Sequence[LayerMoments]) -> Iterator[tuple[LayerMoments, int]]:
-    for layer in layers:
-        for place in range(len(layer)):
-            yield layer, place

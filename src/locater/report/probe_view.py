@@ -3,48 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from locater.files import write_file
+from locater.report.tables import Columns, markdown_table, plain_markdown
 
 Record = dict[str, Any]
-
-HEADS = ("layer", "head", "entropy", "/ ln T", "ρ", "largest logit", "on first key", "distance")
-"""Of a head: ρ is how often a token's gradient passes the softmax, the distance that to the keys it
-looks at."""
-LAYERS = ("layer", "similarity", "effective rank", "residual")
-
-
-def head_rows(heads: Sequence[Record]) -> list[tuple[str, ...]]:
-    """The heads as words, the lowest share of the largest entropy first."""
-    return [
-        (
-            _name(head),
-            str(head["head"]),
-            _number(head["entropy"], 3),
-            _number(_share(head), 3),
-            _number(_rho(head), 3),
-            _number(head["max_logit"], 1),
-            _number(head["sink_mass"], 3),
-            _number(head["distance"], 1),
-        )
-        for head in sorted(heads, key=_share)
-    ]
-
-
-def layer_rows(layers: Sequence[Record]) -> list[tuple[str, ...]]:
-    """What enters each attention, as words."""
-    return [
-        (
-            _name(layer),
-            _number(layer["similarity"], 3),
-            _number(layer["effective_rank"], 2),
-            _number(layer["residual"], 3),
-        )
-        for layer in layers
-    ]
 
 
 def _name(record: Record) -> str:
@@ -63,8 +30,38 @@ def _rho(head: Record) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None or math.isnan(value) else f"{value:.{digits}f}"
+def _number(value: Callable[[Record], float | None], digits: int) -> Callable[[Record], str | None]:
+    def shown(record: Record) -> str | None:
+        known = value(record)
+        return None if known is None or math.isnan(known) else f"{known:.{digits}f}"
+
+    return shown
+
+
+HEADS: Columns = {
+    "layer": _name,
+    "head": "head",
+    "entropy": _number(itemgetter("entropy"), 3),
+    "/ ln T": _number(_share, 3),
+    "ρ": _number(_rho, 3),
+    "largest logit": _number(itemgetter("max_logit"), 1),
+    "on first key": _number(itemgetter("sink_mass"), 3),
+    "distance": _number(itemgetter("distance"), 1),
+}
+"""Of a head: ρ is how often a token's gradient passes the softmax, the distance that to the keys it
+looks at."""
+LAYERS: Columns = {
+    "layer": _name,
+    "similarity": _number(itemgetter("similarity"), 3),
+    "effective rank": _number(itemgetter("effective_rank"), 2),
+    "residual": _number(itemgetter("residual"), 3),
+}
+"""Of the tokens that enter an attention."""
+
+
+def sharpest_first(heads: Sequence[Record]) -> list[Record]:
+    """The lowest share of the largest entropy first."""
+    return sorted(heads, key=_share)
 
 
 MAPS = {
@@ -110,7 +107,6 @@ def save_probe(data: Record, path: Path, *, title: str) -> Path:
     """Write a page (.html) with maps and tables, or the maps alone as a figure."""
     from locater.report.charts import save_chart, specification
     from locater.report.page import Section, render_page
-    from locater.report.tables import markdown_table, plain_markdown
 
     maps = probe_map(data["heads"], title=title)
     if path.suffix != ".html":
@@ -128,12 +124,12 @@ def save_probe(data: Record, path: Path, *, title: str) -> Path:
         Section(
             key="heads",
             title="Heads",
-            text=markdown_table(head_rows(data["heads"]), HEADS, is_plain=True),
+            text=markdown_table(sharpest_first(data["heads"]), HEADS, is_plain=True),
         ),
         Section(
             key="layers",
             title="Tokens that enter each layer",
-            text=markdown_table(layer_rows(data["layers"]), LAYERS, is_plain=True),
+            text=markdown_table(data["layers"], LAYERS, is_plain=True),
         ),
         Section(key="alarms", title="Alarms", text=alarms or "None of the rules fired."),
     ]

@@ -51,7 +51,7 @@ def profile_records(reality: Reality, heads: int = 6) -> list[Record]:
     return records
 
 
-def profile_panels(records: Sequence[Record], *, title: str = "", columns: int = 3) -> Any:
+def profile_panels(records: Sequence[Record], *, title: str = "") -> Any:
     """ρ against θ in one panel per head: measured as points, predictions as lines."""
     names = [name for name in _SHOWN if any(one["curve"] == name for one in records)]
     labels = [COLUMNS[name] for name in names]
@@ -84,7 +84,7 @@ def profile_panels(records: Sequence[Record], *, title: str = "", columns: int =
             )
         )
     subtitle = "points: measured on held-out text; lines: predicted"
-    return alt.concat(*charts, columns=columns).properties(
+    return alt.concat(*charts, columns=3).properties(
         title=alt.Title(title, subtitle=subtitle, anchor="start")
     )
 
@@ -124,24 +124,24 @@ def error_chart(layers: Sequence[Record], *, title: str = "") -> Any:
     )
 
 
-def entropy_chart(heads: Sequence[Record], *, column: str = "given_query", title: str = "") -> Any:
+def _diagonal(top: float) -> Any:
+    ends = alt.Data(values=[{"x": 0, "y": 0}, {"x": top, "y": top}])
+    return alt.Chart(ends).mark_line(color="#888", strokeDash=[4, 3]).encode(x="x:Q", y="y:Q")
+
+
+def entropy_chart(heads: Sequence[Record], *, title: str = "") -> Any:
     """Predicted against measured entropy, one point per head, and the diagonal."""
-    top = max(max(row["entropy"], row[f"entropy_{column}"]) for row in heads)
+    top = max(max(row["entropy"], row["entropy_given_query"]) for row in heads)
     records = [
         {
             "layer": row["layer"],
             "head": row["head"],
             "measured": row["entropy"],
-            "predicted": row[f"entropy_{column}"],
+            "predicted": row["entropy_given_query"],
             "first": row["sink_mass"],
         }
         for row in heads
     ]
-    line = (
-        alt.Chart(alt.Data(values=[{"x": 0, "y": 0}, {"x": top, "y": top}]))
-        .mark_line(color="#888", strokeDash=[4, 3])
-        .encode(x="x:Q", y="y:Q")
-    )
     points = (
         alt.Chart(alt.Data(values=records))
         .mark_circle(size=45, opacity=0.8)
@@ -152,7 +152,7 @@ def entropy_chart(heads: Sequence[Record], *, column: str = "given_query", title
             tooltip=["layer:Q", "head:Q", "measured:Q", "predicted:Q", "first:Q"],
         )
     )
-    return alt.layer(line, points).properties(
+    return alt.layer(_diagonal(top), points).properties(
         width=300,
         height=300,
         title=title,
@@ -168,6 +168,12 @@ def save_reality(reality: Reality, path: Path, *, title: str) -> Path:
         return save_chart(panels, path)
     layers, heads = reality.layer_rows(), reality.rows()
     worst = sorted(heads, key=lambda row: -row["rho_error_full"])[:20]
+    columns: Columns = {
+        "layer": "layer",
+        **{COLUMNS[name]: f"rho_error_{name}:.3f" for name in _predictions(layers)},
+        "noise": "rho_noise:.3f",
+        "entropy, full": "entropy_error_full:.3f",
+    }
     sections = [
         Section(
             key="entropy",
@@ -185,7 +191,7 @@ def save_reality(reality: Reality, path: Path, *, title: str) -> Path:
             key="layers",
             title="Error by layer",
             chart=specification(error_chart(layers, title="Mean error of ρ")),
-            text=_layer_table(layers),
+            text=markdown_table(layers, columns),
         ),
         Section(
             key="worst",
@@ -203,18 +209,6 @@ def save_reality(reality: Reality, path: Path, *, title: str) -> Path:
         text = "\n".join(f"- {plain_markdown(note)}" for note in notes)
         sections.append(Section(key="notes", title="What is left out", text=text, is_folded=True))
     return write_file(path, render_page(f"Theory against reality: {title}", sections, intro=intro))
-
-
-def _layer_table(layers: Sequence[Record]) -> str:
-    return markdown_table(
-        layers,
-        {
-            "layer": "layer",
-            **{COLUMNS[name]: f"rho_error_{name}:.3f" for name in _predictions(layers)},
-            "noise": "rho_noise:.3f",
-            "entropy, full": "entropy_error_full:.3f",
-        },
-    )
 
 
 def _predictions(layers: Sequence[Record]) -> list[str]:
@@ -236,10 +230,6 @@ _HEADS: Columns = {
 }
 
 
-def _number(name: str, digits: int = 2) -> Any:
-    return lambda row: None if row[name] is None else f"{row[name]:.{digits}f}"
-
-
 def _ordered(name: str) -> Any:
     return lambda row: None if row["order"][name] is None else f"{row['order'][name]:.2f}"
 
@@ -250,8 +240,8 @@ LEAGUE: Columns = {
     "knows": "knows",
     "about": "target",
     "kind": "kind",
-    "error": _number("error", 3),
-    "orders": _number("orders"),
+    "error": "error:.3f",
+    "orders": "orders:.2f",
     **{f"with {name}": _ordered(name) for name in ("entropy", "sharpness", "sink", "rank")},
     "seconds": "seconds:.2f",
     "outside its domain": lambda row: row["outside"] or None,
@@ -330,11 +320,6 @@ def change_chart(rows: Sequence[Record], *, title: str = "") -> Any:
         for row in rows
     ]
     top = max(max(one["before"], one["high"]) for one in records)
-    line = (
-        alt.Chart(alt.Data(values=[{"x": 0, "y": 0}, {"x": top, "y": top}]))
-        .mark_line(color="#888", strokeDash=[4, 3])
-        .encode(x="x:Q", y="y:Q")
-    )
     base = alt.Chart(alt.Data(values=records))
     place = alt.X("before:Q", title="entropy before (nats)")
     bars = base.mark_rule(opacity=0.25).encode(x=place, y="low:Q", y2="high:Q")
@@ -344,7 +329,7 @@ def change_chart(rows: Sequence[Record], *, title: str = "") -> Any:
         color=alt.Color("layer:Q", title="layer", scale=alt.Scale(scheme="viridis")),
         tooltip=["layer:Q", "head:Q", "before:Q", "after:Q"],
     )
-    return alt.layer(line, bars, points).properties(
+    return alt.layer(_diagonal(top), bars, points).properties(
         width=380,
         height=380,
         title=title,
@@ -370,19 +355,15 @@ def save_what_if(found: Record, path: Path, *, known: int) -> Path:
     chart = change_chart(found["heads"], title=f"{found['model']}: {words}")
     if path.suffix != ".html":
         return save_chart(chart, path)
-
-    def number(name: str, form: str) -> Any:
-        return lambda row: format(row[name], form)
-
     names = {"entropy": ".2f", "sink_mass": ".3f", "own_mass": ".3f", "distance": ".1f",
              "largest": ".1f"}  # fmt: skip
     columns: Columns = {
         "layer": "layer",
         "head": "head",
-        "change of entropy": number("entropy_change", ".2f"),
-        "±": number("entropy_change_bar", ".2f"),
+        "change of entropy": "entropy_change:.2f",
+        "±": "entropy_change_bar:.2f",
         **{
-            f"{name.replace('_', ' ')} {when}": number(f"{name}_{when}", form)
+            f"{name.replace('_', ' ')} {when}": f"{name}_{when}:{form}"
             for name, form in names.items()
             for when in ("before", "after")
         },
