@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from jaxtyping import Complex, Float, Int
@@ -16,6 +16,16 @@ from locater.errors import ConfigError, InputError, check_choice
 from locater.notebook import Shown
 
 Layout = Literal["half", "interleaved"]
+Record = TypeVar("Record")
+
+
+def mapped(record: Record, names: Iterable[str], function: Callable[[str, Tensor], Any]) -> Record:
+    """A record with those of its parts of these names changed that it has."""
+    parts = {name: getattr(record, name) for name in names}
+    made: Any = record
+    changed = {name: function(name, part) for name, part in parts.items() if part is not None}
+    result: Record = replace(made, **changed)
+    return result
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,12 +97,11 @@ class HeadNorm:
     """A norm between projection and product (qk-norm, MLA), taken at its root mean square.
 
     The model divides by ‖y‖, y = rows·x + bias; for Gaussian tokens ‖y‖ concentrates, so a form
-    divides by its root mean square instead and W_QK exists again.  `deviation` says how far ‖y‖
-    strays from it, which is the size of what is left out.
+    divides by its root mean square instead and W_QK exists again.  How far ‖y‖ strays from it, half
+    of √(2 tr G² + 4 mᵀGm)/E‖y‖² with its covariance G and mean m, is the size of what is left out.
 
-    >>> norm = HeadNorm(torch.eye(4)[None], torch.tensor([2.0]))
-    >>> norm.mean_square(), norm.deviation()
-    (tensor([4.], dtype=torch.float64), tensor([0.3536], dtype=torch.float64))
+    >>> HeadNorm(torch.eye(4)[None], torch.tensor([2.0])).mean_square()
+    tensor([4.], dtype=torch.float64)
     """
 
     rows: Float[Tensor, "*heads size model"]  # of each head, or one for all heads
@@ -107,15 +116,6 @@ class HeadNorm:
     stop: int | None = None
     """The dimensions of the head that the norm scales."""
 
-    def _gram(self, covariance: Tensor | None) -> Tensor:
-        rows = self.rows.double()
-        return (rows if covariance is None else rows @ covariance.to(rows)) @ rows.mT
-
-    def _mean(self, mean: Tensor | None) -> Tensor:
-        rows = self.rows.double()
-        moved = rows.new_zeros(rows.shape[:-1]) if mean is None else rows @ mean.to(rows)
-        return moved if self.bias is None else moved + self.bias.double()
-
     def mean_square(
         self,
         covariance: Float[Tensor, "model model"] | None = None,
@@ -124,18 +124,9 @@ class HeadNorm:
         """E‖y‖² for tokens of this covariance (Σ = I by default) and mean."""
         rows = self.rows.double()
         trace = ((rows if covariance is None else rows @ covariance.to(rows)) * rows).sum((-2, -1))
-        return trace + self._mean(mean).square().sum(-1) + self.eps * self.rows.shape[-2]
-
-    def deviation(
-        self,
-        covariance: Float[Tensor, "model model"] | None = None,
-        mean: Float[Tensor, " model"] | None = None,
-    ) -> Float[Tensor, "*heads"]:
-        """How far ‖y‖ strays: half of √(2 tr G² + 4 mᵀGm)/E‖y‖², for Gaussian tokens."""
-        gram, mu = self._gram(covariance), self._mean(mean)
-        along = (gram @ mu[..., None])[..., 0]
-        variance = 2 * gram.square().sum((-2, -1)) + 4 * (mu * along).sum(-1)
-        return variance.sqrt() / (2 * self.mean_square(covariance, mean))
+        moved = rows.new_zeros(rows.shape[:-1]) if mean is None else rows @ mean.to(rows)
+        moved = moved if self.bias is None else moved + self.bias.double()
+        return trace + moved.square().sum(-1) + self.eps * self.rows.shape[-2]
 
     def factor(self, tokens: Float[Tensor, "*batch model"]) -> Float[Tensor, "*batch heads"]:
         """What the form's queries or keys of these tokens are to be multiplied with, exactly."""
@@ -164,29 +155,24 @@ class HeadNorm:
         shift = self.shift.to(vectors).unflatten(-1, (*[1] * axes, -1)) if axes else self.shift
         return self.scaled(vectors - shift, sizes) + shift
 
-    def _mapped(self, function: Callable[[Tensor], Tensor]) -> HeadNorm:
-        """What belongs to heads, changed; what all heads share stays."""
-        names = ("shift",) if self.rows.shape[0] == 1 else ("rows", "size", "bias", "shift")
-        changed: dict[str, Any] = {
-            name: function(part) for name in names if (part := getattr(self, name)) is not None
-        }
-        return replace(self, **changed)
+    def _by_head(self) -> tuple[str, ...]:
+        """What belongs to heads, and is not shared by all of them."""
+        return ("shift",) if self.rows.shape[0] == 1 else _NORM
 
     def taken(self, heads: tuple[Any, ...]) -> HeadNorm:
         """Of some heads."""
-        return self._mapped(lambda part: part[(*heads, ...)])
+        return mapped(self, self._by_head(), lambda _, part: part[(*heads, ...)])
 
     def repeated(self, share: int) -> HeadNorm:
         """For heads that share a key."""
-        return self._mapped(lambda part: part.repeat_interleave(share, 0))
+        return mapped(self, self._by_head(), lambda _, part: part.repeat_interleave(share, 0))
 
     def to(self, device: torch.device | None) -> HeadNorm:
         """On another device."""
-        names = ("rows", "size", "bias", "shift")
-        moved: dict[str, Any] = {
-            name: part.to(device) for name in names if (part := getattr(self, name)) is not None
-        }
-        return replace(self, **moved)
+        return mapped(self, _NORM, lambda _, part: part.to(device))
+
+
+_NORM = ("rows", "size", "bias", "shift")
 
 
 @dataclass(frozen=True, eq=False)
@@ -258,13 +244,7 @@ class Relative:
 
     def mapped(self, function: Callable[[str, Tensor], Tensor]) -> Relative:
         """With every table changed, by its name."""
-        names = ("columns", "rows", "bias")
-        changed: dict[str, Any] = {
-            name: function(name, table)
-            for name in names
-            if (table := getattr(self, name)) is not None
-        }
-        return replace(self, **changed)
+        return mapped(self, ("columns", "rows", "bias"), function)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

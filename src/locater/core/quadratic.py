@@ -67,16 +67,9 @@ class QuadraticLaw:
         mean = self.mean()
         above, below = mean > high, mean < low
         bottom, top = torch.full_like(mean, low), torch.full_like(mean, high)
-        outer = self._relative(torch.where(below, bottom, top), down=above)
-        inner = self._relative(torch.where(below, top, bottom), down=~below)
-        linear = None
-        if outer.linear is not None and inner.linear is not None:
-            linear = torch.cat((outer.linear, inner.linear))
-        both = QuadraticLaw(
-            torch.cat((outer.constant, inner.constant)),
-            torch.cat((outer.weights, inner.weights)),
-            linear,
-        )
+        outer, inner = torch.where(below, bottom, top), torch.where(below, top, bottom)
+        twice = self._rows(torch.arange(len(mean), device=mean.device).repeat(2))
+        both = twice._relative(torch.cat((outer, inner)), down=torch.cat((above, ~below)))
         # next to 1, a tail below e⁻⁴⁴ is nothing
         floor = torch.where(above | below, -700.0, -44.0).to(mean).repeat(2)
         first, second = _positive(both, floor).chunk(2)

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from locater.core.form import QKForm, Rotary
+from locater.core.form import QKForm, Rotary, mapped
 from locater.core.process import DENSE_TOKENS, LongProcess, TokenProcess, centered_kernel
 from locater.core.quadratic import QuadraticFamily, QuadraticLaw
 from locater.core.spectrum import Spectrum, gram_root, semidefinite_root
@@ -143,9 +143,7 @@ class HeadMoments:
 
     def _mapped(self, function: Callable[[Tensor], Tensor]) -> HeadMoments:
         names = ("query_gram", "key_gram", "cross_gram", "query_mean", "key_mean", "shift")
-        parts: dict[str, Any] = {name: getattr(self, name) for name in names}
-        mapped = {name: function(part) for name, part in parts.items() if part is not None}
-        return replace(self, **mapped)  # type: ignore[arg-type]
+        return mapped(self, names, lambda _, part: function(part))
 
     def flat(self) -> HeadMoments:
         """The same heads along a single axis."""

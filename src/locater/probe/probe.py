@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,6 +30,7 @@ from locater.probe.rows import (
     TokenRank,
     tally,
     token_rank,
+    wide,
 )
 from locater.probe.watch import Place, Recorder, labels
 
@@ -165,7 +165,11 @@ class Probe(Shown, Recorder):
         """
         profiles = ("last" if queries == "all" else queries) if profiles is None else profiles
         _check(queries, profiles, every, when, keep)
-        found, self.skipped = _discovered(model, recipes)
+        found: list[LiveAttention] = []
+        try:
+            found, self.skipped = discover(model, recipes=recipes)
+        except LocaterError as error:  # what recipes do not read may be seen when it is called
+            self.skipped = [Skipped(name="", reason=error.message)]
         super().__init__(model, found)
         self.queries, self.profiles, self.every, self.when = queries, profiles, every, when
         self.generator = generator or torch.Generator().manual_seed(0)
@@ -304,7 +308,7 @@ class Probe(Shown, Recorder):
         if is_self is None:  # the call does not say: a recipe does, a flag, or as many as keys
             is_square = logits.shape[2] == logits.shape[3] or (scored and scored.is_causal)
             is_self = place.kind == "self" and bool(place.layout is not None or is_square)
-        with _no_autocast(logits.device):
+        with torch.autocast(logits.device.type, enabled=False):
             real = RealQueries.of(logits, is_self=is_self)
             try:
                 chosen, others = self._chosen(self.queries, logits, real), None
@@ -357,12 +361,11 @@ class Probe(Shown, Recorder):
         is_real = answers[0].is_real
         if is_real is not None and is_real.shape != tokens.shape[:2]:
             is_real = None
-        with torch.no_grad(), _no_autocast(tokens.device):
+        with torch.no_grad(), torch.autocast(tokens.device.type, enabled=False):
             mine = self.now.results.setdefault(place.name, _Results(place))
             ranks = token_rank(tokens, is_real).cpu().double()
             mine.ranks = mine.ranks + torch.nn.functional.pad(ranks, (0, 1), value=1.0).sum(0)
-            whole = tokens if is_real is None else tokens[is_real.all(1)]
-            whole = whole if whole.dtype == torch.float64 else whole.float()
+            whole = wide(tokens if is_real is None else tokens[is_real.all(1)])
             if whole.shape[1] >= 2:
                 held = (*self._results.values(), *self.now.results.values())
                 kept = self._kept(place, [whole], held)
@@ -521,14 +524,9 @@ def mean(values: Iterable[float]) -> float:
 def _profiles(gates: Ratio, label: str) -> list[Profile]:
     """ρ of each head, by position or in bins of θ."""
     rho, errors = gates.mean.cpu(), gates.count_error.cpu()
-    theta = torch.arange(1, rho.shape[-1] + 1, dtype=torch.float64) / rho.shape[-1]
     return [
-        Profile(
-            theta=theta,
-            rho=rho[head],
-            standard_error=errors[head],
-            source="measured",
-            label=f"{label}, head {head}",
+        Profile.by_token(
+            rho[head], f"{label}, head {head}", source="measured", standard_error=errors[head]
         )
         for head in range(len(rho))
     ]
@@ -577,17 +575,3 @@ def _check(queries: object, profiles: object, every: int, when: str, keep: int) 
         raise ConfigError(
             f"unknown when {when!r}.", hint="choose one of: always, training, evaluation."
         )
-
-
-def _discovered(
-    model: nn.Module, recipes: Sequence[Recipe]
-) -> tuple[list[LiveAttention], list[Skipped]]:
-    """What recipes read; attention that they do not read may still be seen when it is called."""
-    try:
-        return discover(model, recipes=recipes)
-    except LocaterError as error:
-        return [], [Skipped(name="", reason=error.message)]
-
-
-def _no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    return torch.autocast(device.type, enabled=False)

@@ -23,6 +23,8 @@ from locater.errors import InputError
 MASKED = -9e3
 """Additive masks at or below this hide a key: models write -1e4, the dtype's smallest or -inf."""
 
+Some = slice | Int[Tensor, " some"]
+"""Sequences of a batch."""
 Visible = Bool[Tensor, "#batch #heads #rows keys"] | None  # None: every key is
 
 
@@ -57,15 +59,14 @@ class ScoredKeys:
         return self.query.device
 
     def rows(
-        self, sequences: slice | Int[Tensor, " some"], queries: Int[Tensor, " rows"]
+        self, sequences: Some, queries: Int[Tensor, " rows"]
     ) -> tuple[Float[Tensor, "some heads rows keys"], Visible]:
         """The logits of these queries, -inf where a key is hidden, and which are visible.
 
         Keys after the last that a causal flag lets any of them see are left out.
         """
-        dtype = torch.float64 if self.query.dtype == torch.float64 else torch.float32
-        query = self.query[sequences].index_select(2, queries).to(dtype)
-        reach = self.reach(queries)
+        query = wide(self.query[sequences].index_select(2, queries))
+        reach, dtype = self.reach(queries), query.dtype
         key = self.key[sequences][:, :, :reach].to(dtype)  # none of them sees further
         shared = key.shape[1]
         grouped = query.unflatten(1, (shared, -1)).flatten(2, 3)  # a key head's queries together
@@ -85,9 +86,7 @@ class ScoredKeys:
         keys = self.key.shape[2]
         return min(int(queries.max()) + 1, keys) if self.is_causal else keys
 
-    def visible(
-        self, sequences: slice | Int[Tensor, " some"], queries: Int[Tensor, " rows"]
-    ) -> Visible:
+    def visible(self, sequences: Some, queries: Int[Tensor, " rows"]) -> Visible:
         """Which keys, up to their reach, these queries see; None if they see all of them."""
         reach, shown = self.reach(queries), list[Tensor]()
         if self.is_causal:
@@ -101,7 +100,7 @@ class ScoredKeys:
         return reduce(torch.Tensor.logical_and, shown) if shown else None
 
     def _by_mod(
-        self, sequences: slice | Int[Tensor, " some"], queries: Tensor, reach: int
+        self, sequences: Some, queries: Tensor, reach: int
     ) -> Bool[Tensor, "#batch #heads #rows keys"]:
         """What `mask_mod` shows, whichever of its arguments it looks at."""
         assert self.mask_mod is not None
@@ -109,7 +108,7 @@ class ScoredKeys:
         return shown.expand(torch.broadcast_shapes(shown.shape, (1, 1, 1, reach)))
 
     def _places(
-        self, sequences: slice | Int[Tensor, " some"], queries: Tensor, reach: int
+        self, sequences: Some, queries: Tensor, reach: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Sequence, head, query and key of a block of rows, as the functions of flex take them."""
         batch = torch.arange(self.query.shape[0], device=self.device)[sequences]
@@ -119,20 +118,21 @@ class ScoredKeys:
 
     def real_keys(self) -> Bool[Tensor, "batch keys"] | None:
         """Keys that some query sees; None where all are: the others are padding."""
-        batch, _, queries, keys = self.shape
-        real: Tensor | None = None
+        batch, heads, queries, keys = self.shape
+        if not self.masks and self.mask_mod is None:
+            return None
+        real = torch.ones(batch, keys, dtype=torch.bool, device=self.device)
         for mask in self.masks:
             four = mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
             shown = four.any(2) if four.dtype == torch.bool else four.amax(2) > MASKED
-            part = shown.any(1).expand(batch, keys)
-            real = part if real is None else real & part
+            real = real & shown.any(1)
         if self.mask_mod is not None:
-            part = torch.zeros(batch, keys, dtype=torch.bool, device=self.device)
-            step = max(1, BLOCK // (keys * batch * self.shape[1]))
+            seen = torch.zeros_like(real)
+            step = max(1, BLOCK // (keys * batch * heads))
             for rows in torch.arange(queries, device=self.device).split(step):
-                part |= self._by_mod(slice(None), rows, keys).any(2).any(1)
-            real = part if real is None else real & part
-        return None if real is None or bool(real.all()) else real
+                seen |= self._by_mod(slice(None), rows, keys).any(2).any(1)
+            real = real & seen
+        return None if bool(real.all()) else real
 
     def head(self, head: int) -> ScoredKeys:
         """The same attention of one head alone."""
@@ -152,10 +152,9 @@ class ScoredKeys:
     @property
     def only_hides(self) -> bool:
         """Whether masks hide keys or leave their logits as they are, which are q · k then."""
-        kinds = [one for one in self.masks if one.dtype != torch.bool]
-        return self.score_mod is None and all(
-            bool(((one == 0) | (one <= MASKED)).all()) for one in kinds
-        )
+        changes = [one for one in self.masks if one.dtype != torch.bool]
+        hides = (bool(((one == 0) | (one <= MASKED)).all()) for one in changes)
+        return self.score_mod is None and all(hides)
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,11 +177,10 @@ class SoftmaxInput:
         return self.logits.device
 
     def rows(
-        self, sequences: slice | Int[Tensor, " some"], queries: Int[Tensor, " rows"]
+        self, sequences: Some, queries: Int[Tensor, " rows"]
     ) -> tuple[Float[Tensor, "some heads rows keys"], Visible]:
         """The logits of these queries, -inf where a key is hidden, and which are visible."""
-        logits = self.logits[sequences].index_select(2, queries)
-        logits = logits if logits.dtype == torch.float64 else logits.float()
+        logits = wide(self.logits[sequences].index_select(2, queries))
         hidden = logits <= MASKED
         if not bool(hidden.any()):
             return logits, None
@@ -272,8 +270,7 @@ class Ratio:
 
     def add(self, other: Ratio) -> None:
         """Take in other sequences; the last axis may be longer or shorter there."""
-        for one in fields(self):
-            setattr(self, one.name, added(getattr(self, one.name), getattr(other, one.name)))
+        _add(vars(self), vars(other))
 
     @property
     def mean(self) -> Float[Tensor, "*axes"]:
@@ -294,9 +291,8 @@ class Ratio:
         """`standard_error` for a share, of which none or all has an error too."""
         middle = (self.mean * self.sequences + 0.5) / (self.sequences + 1)
         least = (middle * (1 - middle) / self.sequences).sqrt()
-        error = self.standard_error
         is_edge = ((self.mean <= 0) | (self.mean >= 1)) & (self.sequences >= 2)
-        return torch.where(is_edge, least, error)
+        return torch.where(is_edge, least, self.standard_error)
 
 
 @dataclass(eq=False)
@@ -326,14 +322,7 @@ class Tally:
 
     def add(self, other: Tally) -> None:
         """Take in other rows."""
-        for one in fields(self):
-            ours, theirs = getattr(self, one.name), getattr(other, one.name)
-            if isinstance(ours, Ratio):
-                ours.add(theirs)
-            elif one.name == "max_logit":
-                self.max_logit = torch.maximum(ours, theirs)
-            else:
-                setattr(self, one.name, added(ours, theirs))
+        _add(vars(self), vars(other))
 
 
 Queries = Literal["last", "all"] | Int[Tensor, " rows"]
@@ -397,12 +386,12 @@ def largest_logits(
         return torch.cat(by_head)
     if bounds is not None:  # what is no number is looked at
         bounds = bounds.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    device, pieces = attention.device, list[tuple[float, Tensor, Tensor]]()
-    everything = torch.arange(batch), torch.arange(queries)
-    for sequences, parts in _parts(*everything, heads * keys, block):
-        for rows in parts:
-            top = math.inf if bounds is None else bounds[sequences][:, :, rows].max().item()
-            pieces.append((top, sequences, rows))
+    device, everything = attention.device, (torch.arange(batch), torch.arange(queries))
+    pieces = [
+        (math.inf if bounds is None else bounds[some][:, :, rows].max().item(), some, rows)
+        for some, parts in _parts(*everything, heads * keys, block)
+        for rows in parts
+    ]
     largest = torch.full((heads,), -torch.inf, dtype=_exact(attention.device), device=device)
     for top, sequences, rows in sorted(pieces, key=lambda one: -one[0]):
         if bounds is not None and top <= largest.min():
@@ -461,11 +450,18 @@ def _add(total: dict[str, Any], more: dict[str, Any]) -> None:
             total[name] = value
         elif isinstance(value, Ratio):
             total[name].add(value)
+        elif name == "max_logit":
+            total[name] = torch.maximum(total[name], value)
         else:
-            largest = name == "max_logit"
-            total[name] = (
-                torch.maximum(total[name], value) if largest else added(total[name], value)
-            )
+            total[name] = _added(total[name], value)
+
+
+def _added(one: Float[Tensor, "*_"], other: Float[Tensor, "*_"]) -> Float[Tensor, "*_"]:
+    """Add sums by position, of which one may know more positions."""
+    if one.ndim and one.shape[-1] != other.shape[-1]:
+        longest = max(one.shape[-1], other.shape[-1])
+        one, other = (functional.pad(side, (0, longest - side.shape[-1])) for side in (one, other))
+    return one + other
 
 
 def _measured(
@@ -473,7 +469,7 @@ def _measured(
 ) -> dict[str, Any]:
     """Sum over all pieces of these sequences' rows, then over the sequences."""
     start = int(sequences[0])
-    where: slice | Tensor = slice(start, start + len(sequences))
+    where: Some = slice(start, start + len(sequences))
     if int(sequences[-1]) - start + 1 != len(sequences):
         where = sequences.to(attention.device)
     sums: dict[str, Tensor] = {}
@@ -589,8 +585,7 @@ def fused_rows(attention: ScoredKeys, real: RealQueries, sequences: slice) -> Ro
 def _fused_part(
     attention: ScoredKeys, real: RealQueries, sequences: slice, queries: slice, is_masked: bool
 ) -> Rows:
-    query = attention.query[sequences, :, queries]
-    query = query if query.dtype == torch.float64 else query.float()
+    query = wide(attention.query[sequences, :, queries])
     index = torch.arange(attention.shape[2], device=query.device)[queries]
     reach = attention.reach(index) if is_masked else attention.shape[3]
     key = attention.key[sequences, :, :reach].to(query.dtype)
@@ -703,7 +698,7 @@ def fused_attention(
 
 
 def _row_sums(
-    attention: Logits, real: RealQueries, where: slice | Tensor, queries: Tensor, *, by_key: bool
+    attention: Logits, real: RealQueries, where: Some, queries: Tensor, *, by_key: bool
 ) -> tuple[dict[str, Tensor], Tensor]:
     """What these rows add up to, by sequence and head, and each head's largest logit."""
     logits, shown = attention.rows(where, queries)
@@ -789,17 +784,14 @@ def _by_theta(gates: Tensor, visible: Tensor, count: Tensor) -> dict[str, Tensor
     }
 
 
+def wide(values: Tensor) -> Tensor:
+    """Float32, or float64 where it is that."""
+    return values if values.dtype == torch.float64 else values.float()
+
+
 def _exact(device: torch.device) -> torch.dtype:
     """Float64, where the device has it."""
     return torch.float32 if device.type == "mps" else torch.float64
-
-
-def added(one: Float[Tensor, "*_"], other: Float[Tensor, "*_"]) -> Float[Tensor, "*_"]:
-    """Add sums by position, of which one may know more positions."""
-    if one.ndim and one.shape[-1] != other.shape[-1]:
-        longest = max(one.shape[-1], other.shape[-1])
-        one, other = (functional.pad(side, (0, longest - side.shape[-1])) for side in (one, other))
-    return one + other
 
 
 @dataclass(frozen=True)
@@ -852,7 +844,7 @@ def _rank_of(
 ) -> Float[Tensor, "sequences 3"]:
     count = real.sum(1)
     tokens, real, count = tokens[count > 1], real[count > 1, :, None], count[count > 1]
-    tokens = (tokens if tokens.dtype == torch.float64 else tokens.float()) * real
+    tokens = wide(tokens) * real
     tiny = torch.finfo(tokens.dtype).tiny
     tokens = tokens / tokens.abs().amax((1, 2), keepdim=True).clamp_min(tiny)
     unit = torch.nn.functional.normalize(tokens, dim=-1)
