@@ -12,7 +12,7 @@ from torch import Tensor
 
 from locater.core.form import QKForm
 from locater.core.process import TokenProcess
-from locater.core.score import HeadMoments, Score
+from locater.core.score import HeadMoments
 
 Ingredient = Literal[
     "spectrum", "covariance", "kernel", "means", "biases", "rotation", "distance", "weights"
@@ -106,7 +106,7 @@ def diagnose(form: QKForm, process: TokenProcess) -> Diagnosis:
     form = replace(form.to(torch.float64), is_symmetric=False)
     score = HeadMoments.of(form, process).score()
     unit = process.tokens / score.temperature
-    rho, logit_mean, logit_variance = _outcome(score)
+    logit_mean, logit_variance = score.logits()
     mean, variance = score.parts()
     nothing = torch.zeros_like(score.base)
     mean_parts = {name: unit * mean.get(name, nothing) + nothing for name in MEAN_PARTS}
@@ -118,15 +118,10 @@ def diagnose(form: QKForm, process: TokenProcess) -> Diagnosis:
     for name in get_args(Ingredient):
         other = _neutral(name, form, process)
         if other is not None:
-            changed, _, spread = _outcome(HeadMoments.of(*other).score())
-            without[name] = Change(changed, spread)
+            changed = HeadMoments.of(*other).score()
+            without[name] = Change(changed.rho("gaussian"), changed.logits()[1])
+    rho = score.rho("gaussian")
     return Diagnosis(rho, logit_mean, logit_variance, mean_parts, variance_parts, without)
-
-
-def _outcome(score: Score) -> tuple[Tensor, Tensor, Tensor]:
-    mean, variance = score.moments()
-    tokens = mean.shape[-1]
-    return score.rho("gaussian"), tokens * mean - 1, tokens**2 * variance
 
 
 def _neutral(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import InitVar, dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -32,14 +32,8 @@ class LongProcess:
     name: ProcessName
     tokens: int
     phi: float = 0.9
-
-    @property
-    def covariance(self) -> None:
-        """Σ = I."""
-
-    @property
-    def mean(self) -> None:
-        """Zero."""
+    covariance: ClassVar[None] = None  # Σ = I
+    mean: ClassVar[None] = None  # zero
 
     @property
     def _step(self) -> Float[Tensor, " tokens"]:

@@ -89,9 +89,8 @@ class HeadMoments:
             )
         times: Any = process if isinstance(process, LongProcess) else process.kernel
         if form.query_norm is not None and form.key_norm is not None:
-            kernel = times
-            size = kernel.diagonal().clamp_min(torch.finfo(kernel.dtype).tiny).sqrt()
-            times = kernel / size / size[:, None]  # norms take out how tokens grow with time
+            size = times.diagonal().clamp_min(torch.finfo(times.dtype).tiny).sqrt()
+            times = times / size / size[:, None]  # norms take out how tokens grow with time
         if spectrum is None:
             form = form.balanced()
             query, key = form.query.double(), form.key.double()
@@ -170,16 +169,17 @@ class HeadMoments:
         kernel, last = self.kernel, self.kernel[:, -1]
         cross = self.turned(self.cross_gram)  # Cov(k_j, q) / K[j, T]
         mean = last * torch.einsum("...jaa->...j", cross)
-        half = self.turned(semidefinite_root(self.key_gram)).flatten(-2)
-        root = semidefinite_root(self.query_gram)
-        half = (root.mT[..., None, :, :] @ half.unflatten(-1, root.shape[-2:])).flatten(-2)
-        covariance = kernel * kernel[-1, -1] * (half @ half.mT)
-        covariance = covariance + last[:, None] * last * (
-            cross.flatten(-2) @ cross.mT.flatten(-2).mT
+        root, keys = (
+            semidefinite_root(self.query_gram),
+            self.turned(semidefinite_root(self.key_gram)),
         )
+        half = (root.mT[..., None, :, :] @ keys.contiguous()).flatten(-2)
+        covariance = kernel * kernel[-1, -1] * (half @ half.mT)
+        paired = cross.flatten(-2) @ cross.mT.flatten(-2).mT
+        covariance = covariance + last[:, None] * last * paired
         query = None if self.query_mean is None else self.query_mean[..., None, :]
         if query is not None:
-            seen = (query[..., None, :] @ self.turned(semidefinite_root(self.key_gram)))[..., 0, :]
+            seen = (query[..., None, :] @ keys)[..., 0, :]
             covariance = covariance + kernel * (seen @ seen.mT)
         if self.key_mean is not None:
             own = self.key_mean @ root
@@ -519,6 +519,12 @@ class Score:
         mean, variance = (sum(parts.values(), nothing) for parts in (means, variances))
         return self.base + mean / self.temperature, variance / self.temperature / self.temperature
 
+    def logits(self) -> tuple[Float[Tensor, "*heads tokens"], Float[Tensor, "*heads tokens"]]:
+        """Mean and variance of the logits relative to their row's average: those of T Y_i − 1."""
+        mean, variance = self.moments()
+        tokens = mean.shape[-1]
+        return tokens * mean - 1, tokens**2 * variance
+
     def rho(
         self, method: RhoMethod = "exact", tolerance: float | None = None
     ) -> Float[Tensor, "*heads tokens"]:
@@ -732,10 +738,7 @@ def _means(
     if form.rotary is not None:  # else what a bias adds is the same for all keys
         if form.key_bias is not None:
             bias = form.key_bias.double()[..., None, :]
-            tokens = process.tokens
-            key_mean = bias.expand(*bias.shape[:-2], tokens, -1) if key_mean is None else (
-                key_mean + bias
-            )  # fmt: skip
+            key_mean = bias if key_mean is None else key_mean + bias
         if key_mean is not None:
             key_mean = form.rotary.turn(key_mean, _phases(form.rotary, process.tokens))
     placed = _placed(form, process.tokens)
@@ -752,18 +755,16 @@ def _phases(rotary: Rotary, tokens: int) -> Tensor:
 
 def _placed(form: QKForm, tokens: int) -> Float[Tensor, "*heads tokens head"] | None:
     """What tables of relative positions add to the keys that the last query meets."""
-    if form.relative is None:
-        return None
-    placed = form.relative.keys_at(torch.tensor([tokens - 1], device=form.query.device), tokens)
+    last = torch.tensor([tokens - 1], device=form.query.device)
+    placed = None if form.relative is None else form.relative.keys_at(last, tokens)
     return None if placed is None else placed[..., 0, :, :]
 
 
 def _shift(form: QKForm, tokens: int) -> Float[Tensor, "*heads tokens"] | None:
     """What is added to the logits of the last query for the distance of its keys."""
-    added = None
-    if form.relative is not None:
-        added = form.relative.bias_at(torch.tensor([tokens - 1], device=form.query.device), tokens)
-        added = None if added is None else added[..., 0, :]
+    last = torch.tensor([tokens - 1], device=form.query.device)
+    added = None if form.relative is None else form.relative.bias_at(last, tokens)
+    added = None if added is None else added[..., 0, :]
     if form.distance_bias is None:
         return added
     if form.distance_bias.shape[-1] < tokens:

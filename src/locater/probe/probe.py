@@ -101,11 +101,8 @@ class MeasuredHead:
         return plain | {"rho_error": _plain(self.rho.standard_error)}
 
 
-_METRICS = ("entropy", "max_logit", "sink_mass", "own_mass", "distance")
-_NUMBERS = (
-    *("name", "layer", "head", "kind", "entropy", "entropy_error", "max_entropy", "max_logit"),
-    *("sink_mass", "own_mass", "distance", "rows", "queries"),
-)
+_WHERE = ("sink_mass", "own_mass", "distance")
+_METRICS = ("entropy", "max_logit", *_WHERE)
 
 
 def _where(head: MeasuredHead) -> str:
@@ -274,12 +271,10 @@ class Probe(Shown, Recorder):
 
     def to_jsonl(self, path: str | Path, **more: Any) -> None:
         """Append a line of plain numbers for every head to a file, with `more` (a step) in each."""
-        lines = [
-            json.dumps({**more, **{name: one.as_dict()[name] for name in _NUMBERS}})
-            for one in self.records
-        ]
         with Path(path).open("a", encoding="utf-8") as file:
-            file.write("".join(f"{line}\n" for line in lines))
+            for one in self.records:
+                plain = {k: v for k, v in one.as_dict().items() if not isinstance(v, list)}
+                file.write(f"{json.dumps({**more, **plain})}\n")
 
     def pass_begins(self) -> bool:
         """Count a forward pass; whether it is one to measure."""
@@ -503,9 +498,7 @@ class _Results:
                 "min_entropy": min(head.entropy for head in heads),
                 "rho": mean(head.rho.rho.nanmean().item() for head in heads),
                 "max_logit": max(head.max_logit for head in heads),
-                "sink_mass": mean(head.sink_mass for head in heads),
-                "own_mass": mean(head.own_mass for head in heads),
-                "distance": mean(head.distance for head in heads),
+                **{name: mean(getattr(head, name) for head in heads) for name in _WHERE},
             }
         if per_head:
             metrics |= {

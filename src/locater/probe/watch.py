@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
 from typing import Any, TypeVar
 from weakref import WeakMethod, finalize
 
@@ -116,12 +115,7 @@ class Recorder:
         self.attach()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.detach()
 
     def attach(self) -> None:
@@ -339,17 +333,11 @@ class _Watch(TorchFunctionMode):
         with torch.set_grad_enabled(learns), apart if learns else nullcontext():
             self._report(frame, reader(frame, *args, **kwargs))
 
-    def see_in(
-        self,
-        modules: list[nn.Module],
-        reader: kernels.Reader,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
+    def see_in(self, modules: list[nn.Module], *call: Any) -> None:
         """A call of attention in a compiled graph, and the modules that it lies in."""
         if modules[-1] in self.names:
             self.frames = [_Frame(one, self.attentions.get(one)) for one in modules]
-            self.see(reader, args, kwargs)
+            self.see(*call)
             self.frames = []
 
     def _report(self, frame: _Frame, logits: Logits | None) -> None:
@@ -429,29 +417,24 @@ def _fused_logits(
     if query.is_nested or key.is_nested:
         return None
     query, key = local(query), local(key)
-    masks: tuple[Tensor, ...] = () if attn_mask is None else (local(attn_mask),)
+    mask = None if attn_mask is None else local(attn_mask)
     heads = frame.place.layout.heads if frame.place and frame.place.layout else 1
     if query.ndim < 4:
         split = heads if query.ndim == 3 and query.shape[0] % heads == 0 else 1
         query, key = (side.reshape(-1, split, *side.shape[-2:]) for side in (query, key))
-        masks = tuple(
-            mask.reshape(-1, split if mask.shape[0] % split == 0 else 1, *mask.shape[-2:])
-            if mask.ndim == 3
-            else mask
-            for mask in masks
-        )
+        if mask is not None and mask.ndim == 3:
+            of_head = split if mask.shape[0] % split == 0 else 1
+            mask = mask.reshape(-1, of_head, *mask.shape[-2:])
     elif query.ndim > 4:
         lead = query.shape[:-3]
-        masks = tuple(
-            mask.expand(*lead, *mask.shape[-3:]).flatten(0, -4) if mask.ndim > 4 else mask
-            for mask in masks
-        )
+        if mask is not None and mask.ndim > 4:
+            mask = mask.expand(*lead, *mask.shape[-3:]).flatten(0, -4)
         query, key = query.flatten(0, -4), key.expand(*lead, *key.shape[-3:]).flatten(0, -4)
     return ScoredKeys(
         query=query,
         key=key.expand(query.shape[0], *key.shape[1:]),
         scale=query.shape[-1] ** -0.5 if scale is None else scale,
-        masks=masks,
+        masks=() if mask is None else (mask,),
         is_causal=is_causal,
     )
 

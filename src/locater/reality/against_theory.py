@@ -30,10 +30,9 @@ from locater.reality.predictions import COLUMNS, Prediction, predictions
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Measured:
+class Measured(Prediction):
     """What the heads of one attention did; logits are relative to their row's average."""
 
-    profile: Profile
     entropy: Float[Tensor, " heads"]
     entropy_error: Float[Tensor, " heads"]
     attention: Float[Tensor, "heads tokens"]
@@ -521,14 +520,7 @@ def predicted(
     """Everything that is known before attention is measured; `copy` is what was counted there."""
     settings: dict[str, Any] = {"draws": config.draws, "exact": config.exact}
     made = dict(predictions(form, process, heads, generator=generator, **settings))
-    made["copy"] = Prediction(
-        counted.profile,
-        counted.entropy,
-        counted.attention,
-        counted.logit_mean,
-        counted.logit_variance,
-    )
-    return made
+    return made | {"copy": counted}
 
 
 def measure(logits: Float[Tensor, "blocks heads tokens"], label: str = "") -> Measured:

@@ -14,12 +14,7 @@ from torch import Tensor
 from locater.core.form import QKForm
 from locater.core.process import TokenProcess
 from locater.core.score import HeadMoments, SampledHeads, normal_between
-from locater.core.theory import (
-    Profile,
-    attention_entropy,
-    predicted_attention,
-    propagation,
-)
+from locater.core.theory import Profile, attention_entropy, predicted_attention, propagation
 
 COLUMNS = {
     "printed": "as printed, Σ = I",
@@ -95,35 +90,24 @@ def predictions(
 def _gaussian(
     form: QKForm, process: TokenProcess, draws: int, generator: torch.Generator
 ) -> Prediction:
-    mean, variance = HeadMoments.of(form, process).score().moments()
     drawn = predicted_attention(form, process, draws=draws, generator=generator)
-    tokens = process.tokens
-    return Prediction(
-        propagation(form, process, method="gaussian"),
-        entropy=drawn.entropy,
-        attention=drawn.attention,
-        logit_mean=tokens * mean - 1,
-        logit_variance=tokens**2 * variance,
-    )
+    moments = HeadMoments.of(form, process).score().logits()
+    profile = propagation(form, process, method="gaussian")
+    return Prediction(profile, drawn.entropy, drawn.attention, *moments)
 
 
 def _exact(
     form: QKForm, process: TokenProcess, draws: int, generator: torch.Generator
 ) -> Prediction:
     drawn = predicted_attention(form, process, law="exact", draws=draws, generator=generator)
-    profile = propagation(form, process)
-    return Prediction(profile, entropy=drawn.entropy, attention=drawn.attention)
+    return Prediction(propagation(form, process), drawn.entropy, drawn.attention)
 
 
 def _full(heads: SampledHeads, *, exact: bool) -> Prediction:
     """With the moments of queries and keys themselves."""
-    score, tokens = heads.score(), heads.tokens
-    mean, variance = score.moments()
-    return Prediction(
-        Profile.by_token(score.rho("exact" if exact else "gaussian"), "full moments"),
-        logit_mean=tokens * mean - 1,
-        logit_variance=tokens**2 * variance,
-    )
+    score = heads.score()
+    rho = score.rho("exact" if exact else "gaussian")
+    return Prediction(Profile.by_token(rho, "full moments"), None, None, *score.logits())
 
 
 def _drawn(

@@ -13,7 +13,7 @@ import altair as alt
 
 from locater.audit import RULES, Audit, HeadRecord
 from locater.errors import InputError
-from locater.report.charts import SCALE, rho_axis, specification, theta_axis
+from locater.report.charts import SCALE, head_map, rho_axis, specification, theta_axis
 from locater.report.page import Section, asset, render_page, rendered
 
 Record = dict[str, Any]
@@ -103,34 +103,21 @@ def audit_map_chart(audit: Audit, column: str = "effective_tokens") -> alt.Chart
     ]
     if column in WORDS:
         seen = [word for word in COLORS if any(record["value"] == word for record in records)]
-        color = alt.Color(
-            "value:N",
-            title=WORDS[column],
-            scale=alt.Scale(domain=seen, range=[COLORS[word] for word in seen]),
-        )
+        scale = alt.Scale(domain=seen, range=[COLORS[word] for word in seen])
+        color = alt.Color("value:N", title=WORDS[column], scale=scale)
     else:
         values = [record["value"] for record in records if record["value"] is not None]
         signed = bool(values) and min(values) < 0 < max(values)
-        scale = (
-            alt.Scale(scheme="blueorange", domainMid=0) if signed else alt.Scale(scheme="viridis")
-        )
-        color = alt.Color("value:Q", title=NUMBERS[column].split(" (")[0], scale=scale)
-    return (
-        alt.Chart(
-            alt.Data(values=records),
-            title=f"{audit_labels([audit])[0]}: {({**NUMBERS, **WORDS})[column]}",
-            description=f"A map of the {len(records)} heads of {audit.name}, one row per layer, "
-            f"colored by {column}.",
-            width=alt.Step(18),
-            height=alt.Step(18),
-        )
-        .mark_rect()
-        .encode(
-            x=alt.X("head:O", axis=alt.Axis(labelAngle=0, labelOverlap=True)),
-            y=alt.Y("layer:O", sort=list(labels.values())),
-            color=color,
-            tooltip=["layer:N", "head:O", alt.Tooltip("value:N", title=column)],
-        )
+        looks = {"scheme": "blueorange", "domainMid": 0} if signed else {"scheme": "viridis"}
+        color = alt.Color("value:Q", title=NUMBERS[column].split(" (")[0], scale=alt.Scale(**looks))
+    return head_map(
+        alt.Data(values=records),
+        list(labels.values()),
+        color=color,
+        tooltip=["layer:N", "head:O", alt.Tooltip("value:N", title=column)],
+        title=f"{audit_labels([audit])[0]}: {({**NUMBERS, **WORDS})[column]}",
+        description=f"A map of the {len(records)} heads of {audit.name}, one row per layer, "
+        f"colored by {column}.",
     )
 
 
@@ -169,9 +156,8 @@ def head_charts(
         raise InputError(
             f"no audit has head {head} of {name!r}.", hint="rows have `name` and `head`."
         )
-    legend = (
-        alt.Legend(orient="top", title=None, columns=2, labelLimit=130) if len(labels) > 1 else None
-    )
+    shown = alt.Legend(orient="top", title=None, columns=2, labelLimit=130)
+    legend = shown if len(labels) > 1 else None
     colors = [SCALE[(place + 1) % len(SCALE)] for place in range(len(labels))]
     color = alt.Color("checkpoint:N", scale=alt.Scale(domain=labels, range=colors), legend=legend)
     base = {

@@ -113,6 +113,19 @@ def rho_chart(records: Sequence[Record], *, title: str = "", width: int = 420) -
     return curve_chart(records, *axes, title=title, description=description, width=width)
 
 
+def head_map(
+    data: alt.Data, layers: list[str], *, color: alt.Color, tooltip: list[Any], **more: Any
+) -> alt.Chart:
+    """Layers × heads as colored cells, the layers in this order."""
+    cells = alt.Chart(data, width=alt.Step(18), height=alt.Step(18), **more).mark_rect()
+    return cells.encode(
+        x=alt.X("head:O", axis=alt.Axis(labelAngle=0, labelOverlap=True)),
+        y=alt.Y("layer:O", sort=layers),
+        color=color,
+        tooltip=tooltip,
+    )
+
+
 def specification(chart: alt.TopLevelMixin) -> dict[str, Any]:
     """The Vega-Lite specification; held against the schema by the tests, not at every use."""
     spec: dict[str, Any] = chart.to_dict(validate=False)

@@ -75,6 +75,8 @@ def probe_map(heads: Sequence[Record], *, title: str = "") -> Any:
     """Layers × heads in three maps: how sharp, how trainable, how much on the first key."""
     import altair as alt
 
+    from locater.report.charts import head_map
+
     records = [
         {
             "layer": _name(head),
@@ -85,19 +87,16 @@ def probe_map(heads: Sequence[Record], *, title: str = "") -> Any:
         }
         for head in heads
     ]
-    order = list(dict.fromkeys(record["layer"] for record in records))
-    base = alt.Chart(alt.Data(values=records), width=alt.Step(18), height=alt.Step(18))
+    data, scale = alt.Data(values=records), alt.Scale(scheme="viridis", domain=[0, 1])
     panels = [
-        base.mark_rect()
-        .encode(
-            x=alt.X("head:O", axis=alt.Axis(labelAngle=0, labelOverlap=True)),
-            y=alt.Y("layer:O", sort=order),
-            color=alt.Color(
-                f"{column}:Q", title=None, scale=alt.Scale(scheme="viridis", domain=[0, 1])
-            ),
+        head_map(
+            data,
+            list(dict.fromkeys(record["layer"] for record in records)),
+            color=alt.Color(f"{column}:Q", title=None, scale=scale),
             tooltip=["layer:N", "head:O", *(alt.Tooltip(f"{one}:Q", format=".3f") for one in MAPS)],
+            title=words,
+            description=f"A map of {len(records)} heads by {words}.",
         )
-        .properties(title=words, description=f"A map of {len(records)} heads by {words}.")
         for column, words in MAPS.items()
     ]
     return alt.hconcat(*panels, title=title)
