@@ -273,10 +273,7 @@ class LogitDraws:
         return cls(torch.nn.functional.pad(normal @ root.mT, (0, 1)))
 
     def rows(
-        self,
-        moments: HeadMoments,
-        generator: torch.Generator,
-        dtype: torch.dtype = torch.float64,
+        self, moments: HeadMoments, generator: torch.Generator, dtype: torch.dtype = torch.float64
     ) -> Iterator[Float[Tensor, "heads draws tokens"]]:
         """Rows of logits, a few heads at a time; the generator draws the last token."""
         moments = moments.flat()
@@ -490,9 +487,7 @@ class Score:
     query_covariance: Float[Tensor, "*heads head head"]
     temperature: float
 
-    def parts(
-        self,
-    ) -> tuple[dict[str, Float[Tensor, ...]], dict[str, Float[Tensor, ...]]]:
+    def parts(self) -> tuple[dict[str, Float[Tensor, ...]], dict[str, Float[Tensor, ...]]]:
         """The terms of the mean and of the variance of b_i·q, by what they come from."""
         key, cross = self.key_covariance, self.cross_covariance
         query = self.query_covariance[..., None, :, :]
@@ -635,10 +630,7 @@ class Score:
 
 
 def symmetric_rho(
-    form: QKForm,
-    process: TokenProcess,
-    method: RhoMethod = "exact",
-    tolerance: float | None = None,
+    form: QKForm, process: TokenProcess, method: RhoMethod = "exact", tolerance: float | None = None
 ) -> Float[Tensor, "*heads tokens"]:
     """ρ of a symmetric form: one eigendecomposition serves all positions."""
     form = form.balanced()

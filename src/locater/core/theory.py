@@ -140,9 +140,7 @@ def propagates(logits: Float[Tensor, "*batch tokens"]) -> Bool[Tensor, "*batch t
     return (score >= 0) & (score <= 1)
 
 
-def attention_entropy(
-    probabilities: Float[Tensor, "*batch tokens"],
-) -> Float[Tensor, "*batch"]:
+def attention_entropy(probabilities: Float[Tensor, "*batch tokens"]) -> Float[Tensor, "*batch"]:
     """Shannon entropy −Σ p ln p of attention rows, in nats; 0 ln 0 counts as 0.
 
     Paper: Section 5 (after Zhai et al. 2023).
@@ -269,11 +267,7 @@ def score_moments(
 
 
 def propagation(
-    form: QKForm,
-    process: TokenProcess,
-    *,
-    method: Method = "exact",
-    tolerance: float | None = None,
+    form: QKForm, process: TokenProcess, *, method: Method = "exact", tolerance: float | None = None
 ) -> Profile:
     """ρ_i, the probability that token i is on (gradient passes), at every position of every head.
 

@@ -72,6 +72,8 @@ STUDY: dict[Rule, tuple[int, int, int, int, int]] = {
 rang before that, in how many at all, of how many; and in how many of the healthy ones, of all."""
 
 Measured = tuple[Place, Tally | None, TokenRank | None]
+_Held = tuple[bool, Rule, Place, int | None, float, float, str]
+"""Whether a rule is broken, which, where, and what it says."""
 
 
 class AlarmBook:
@@ -87,8 +89,10 @@ class AlarmBook:
         """Hold one measured pass against the rules."""
         self._ringing -= {("not finite", place.name, None) for place, sums, _ in measured if sums}
         for rule in (self._entropy, self._logits, self._rank):
-            for is_broken, alarm in rule(forward, measured):
-                self._ring(is_broken, alarm, (alarm.rule, alarm.name, alarm.head))
+            for is_broken, name, place, head, value, limit, message in rule(measured):
+                where = place.name, place.layer, head
+                alarm = Alarm(name, forward, *where, value, limit, message)
+                self._ring(is_broken, alarm, (name, place.name, head))
 
     def ring_not_finite(self, forward: int, place: Place, head: int, message: str) -> None:
         """Logits that are no numbers: an alarm by themselves, until a pass is measured again."""
@@ -113,7 +117,7 @@ class AlarmBook:
             f"harmed, in {before} before that, and in {false} of {healthy} healthy ones."
         )
 
-    def _entropy(self, forward: int, measured: Sequence[Measured]) -> Iterator[tuple[bool, Alarm]]:
+    def _entropy(self, measured: Sequence[Measured]) -> Iterator[_Held]:
         for place, sums, _ in measured:
             if sums is None:
                 continue
@@ -126,10 +130,9 @@ class AlarmBook:
                     f"smaller of {self.rules.entropy_share:g} ln T and half of the first "
                     f"({first:.3g})."
                 )
-                where = place.name, place.layer, head
-                yield entropy < limit, Alarm("entropy", forward, *where, entropy, limit, message)
+                yield entropy < limit, "entropy", place, head, entropy, limit, message
 
-    def _logits(self, forward: int, measured: Sequence[Measured]) -> Iterator[tuple[bool, Alarm]]:
+    def _logits(self, measured: Sequence[Measured]) -> Iterator[_Held]:
         heads = [
             (place, head, top)
             for place, sums, _ in measured
@@ -148,10 +151,9 @@ class AlarmBook:
                 f"the smaller of {self.rules.logit_limit:g} and {self.rules.logit_ratio:g} "
                 f"times the median head's {middle:.3g} (at least {self.rules.logit_limit / 5:g})."
             )
-            where = place.name, place.layer, head
-            yield top > limit, Alarm("logits", forward, *where, top, limit, message)
+            yield top > limit, "logits", place, head, top, limit, message
 
-    def _rank(self, forward: int, measured: Sequence[Measured]) -> Iterator[tuple[bool, Alarm]]:
+    def _rank(self, measured: Sequence[Measured]) -> Iterator[_Held]:
         limit = self.rules.residual
         for place, _, rank in measured:
             if rank is not None:
@@ -160,6 +162,5 @@ class AlarmBook:
                     f"relative to their norm; the limit is {limit:g} (effective rank "
                     f"{rank.effective_rank:.3g}, similarity {rank.similarity:.3g})."
                 )
-                where = place.name, place.layer, None
-                alarm = Alarm("rank", forward, *where, rank.residual, limit, message)
-                yield rank.residual < limit, alarm
+                residual = rank.residual
+                yield residual < limit, "rank", place, None, residual, limit, message

@@ -778,10 +778,7 @@ def _by_theta(gates: Tensor, visible: Tensor, count: Tensor) -> dict[str, Tensor
     inside = running.gather(-1, ends.expand(*gates.shape[:-1], -1)).diff(dim=-1)
     sizes = edges.diff(dim=-1).expand(inside.shape)
     dtype = torch.get_default_dtype()
-    return {
-        "theta_gates": inside.sum(2).to(dtype),
-        "theta_shown": sizes.sum(2).to(dtype),
-    }
+    return {"theta_gates": inside.sum(2).to(dtype), "theta_shown": sizes.sum(2).to(dtype)}
 
 
 def wide(values: Tensor) -> Tensor:

@@ -23,10 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.nn.modules import module as torch_module
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from locater.errors import LocaterError
@@ -480,10 +477,15 @@ def _multihead_logits(frame: _Frame, *args: Any, **kwargs: Any) -> Logits | None
         key = given["static_k"].unflatten(0, (-1, heads))
     if given["add_zero_attn"]:
         key = functional.pad(key, (0, 0, 0, 1))
-    extra = int(given["bias_k"] is not None) + int(given["add_zero_attn"])
-    is_self = given["query"] is given["key"] and given["static_k"] is None
-    masks = given["key_padding_mask"], given["attn_mask"]
-    return _scored(query, key, *masks, extra=extra, is_self=is_self)
+    shape = (*query.shape[:3], key.shape[2])
+    return ScoredKeys(
+        query=query,
+        key=key,
+        scale=1 / math.sqrt(query.shape[-1]),
+        masks=tuple(_shown(given["key_padding_mask"], given["attn_mask"], shape)),
+        extra=int(given["bias_k"] is not None) + int(given["add_zero_attn"]),
+        is_self=given["query"] is given["key"] and given["static_k"] is None,
+    )
 
 
 def _module_logits(
@@ -507,35 +509,19 @@ def _module_logits(
     )
 
 
-def _scored(
-    query: Tensor,
-    key: Tensor,
-    hidden: Tensor | None,
-    mask: Tensor | None,
-    *,
-    extra: int,
-    is_self: bool,
-) -> Logits:
-    """Queries and keys of PyTorch's own attention, whose boolean masks hide where they are true."""
-    batch, heads, _, keys = (*query.shape[:3], key.shape[2])
-    masks = []
-    if hidden is not None:
-        masks.append(hidden.reshape(-1, 1, 1, hidden.shape[-1]))
+def _shown(
+    hidden: Tensor | None, mask: Tensor | None, shape: tuple[int, int, int, int]
+) -> Iterator[Tensor]:
+    """Masks of PyTorch's own attention, which hide where they are true, as the fused one's."""
+    batch, heads, _, keys = shape
+    masks = [] if hidden is None else [hidden.reshape(-1, 1, 1, hidden.shape[-1])]
     if mask is not None:
         masks.append(mask if mask.ndim == 2 else mask.reshape(batch, heads, *mask.shape[-2:]))
-    visible = [~one if one.dtype == torch.bool else one for one in masks]
-    missing = [keys - one.shape[-1] for one in visible]  # keys that were added see everybody
-    return ScoredKeys(
-        query=query,
-        key=key,
-        scale=1 / math.sqrt(query.shape[-1]),
-        extra=extra,
-        is_self=is_self,
-        masks=tuple(
-            functional.pad(one, (0, more), value=one.dtype == torch.bool) if more else one
-            for one, more in zip(visible, missing, strict=True)
-        ),
-    )
+    for one in masks:
+        is_bool, more = one.dtype == torch.bool, keys - one.shape[-1]
+        visible = ~one if is_bool else one
+        # keys that were added see everybody
+        yield functional.pad(visible, (0, more), value=is_bool) if more else visible
 
 
 def _tokens(

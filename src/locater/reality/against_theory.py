@@ -141,12 +141,7 @@ class LayerReality:
         return found
 
 
-KURTOSIS = {
-    "tokens": "token",
-    "queries": "query",
-    "keys": "key",
-    "token projections": "projection",
-}
+KURTOSIS = {"tokens": "token", "queries": "query", "keys": "key", "token projections": "projection"}
 """What `_features` looks at, and how a layer's row calls its excess kurtosis."""
 
 
@@ -205,28 +200,23 @@ class Reality(Shown):
 
     def layer_rows(self) -> list[dict[str, Any]]:
         """Averages over the heads of each layer."""
-        results = []
-        for layer in self.layers:
-            rows = layer.rows()
-            results.append(
-                {
-                    "layer": layer.layer,
-                    "name": layer.name,
-                    "heads": layer.heads,
-                    "explained": layer.explained,
-                    "logit_gap": layer.logit_gap,
-                    **averages(rows),
-                    **{
-                        f"{column}_kurtosis": layer.features[name].excess_kurtosis.median().item()
-                        for name, column in KURTOSIS.items()
-                    },
-                    "not_gaussian": {
-                        name: shape.rejected() for name, shape in layer.features.items()
-                    },
-                    "seconds": {name: one.seconds for name, one in layer.predictions.items()},
-                }
-            )
-        return results
+        return [
+            {
+                "layer": layer.layer,
+                "name": layer.name,
+                "heads": layer.heads,
+                "explained": layer.explained,
+                "logit_gap": layer.logit_gap,
+                **averages(layer.rows()),
+                **{
+                    f"{column}_kurtosis": layer.features[name].excess_kurtosis.median().item()
+                    for name, column in KURTOSIS.items()
+                },
+                "not_gaussian": {name: shape.rejected() for name, shape in layer.features.items()},
+                "seconds": {name: one.seconds for name, one in layer.predictions.items()},
+            }
+            for layer in self.layers
+        ]
 
     def summary(self) -> dict[str, Any]:
         """Averages over all heads, and how well heads are ranked."""
@@ -239,10 +229,9 @@ class Reality(Shown):
             **averages(rows),
         }
         rho = torch.cat([layer.measured.profile.rho for layer in self.layers])
+        by_name = {f"layer {row['layer']} head {row['head']}": row for row in rows}
         result["worst_heads"] = {
-            column: quantiles(
-                {f"layer {row['layer']} head {row['head']}": row for row in rows}, column
-            )
+            column: quantiles(by_name, column)
             for column in self.columns
             if f"rho_error_{column}" in rows[0]
         }
@@ -250,9 +239,8 @@ class Reality(Shown):
             if any(column not in layer.predictions for layer in self.layers):
                 continue
             predicted = torch.cat([layer.predictions[column].profile.rho for layer in self.layers])
-            result[f"rank_correlation_rho_{column}"] = rank_correlation(
-                predicted.mean(-1), rho.mean(-1)
-            )
+            ranked = rank_correlation(predicted.mean(-1), rho.mean(-1))
+            result[f"rank_correlation_rho_{column}"] = ranked
             over = _correlations(predicted, rho)
             result[f"position_correlation_{column}"] = over.nanmedian().item()
             entropy = [layer.predictions[column].entropy for layer in self.layers]

@@ -120,25 +120,16 @@ class LayerMoments:
         """One head as a form on its own queries and keys, and the process that these follow."""
         size = self.covariance.shape[-1] // 2
         eye = torch.eye(2 * size, dtype=torch.float64)
-
-        def own(part: Tensor | None) -> Tensor | None:
-            return None if part is None else part[place].double()
-
+        own: dict[str, Any] = {
+            name: part[place].double()
+            for name in _PARTS
+            if name != "frequencies" and (part := getattr(self, name)) is not None
+        }
+        kernel, covariance, mean = (own.pop(name) for name in ("kernel", "covariance", "mean"))
         rotary = None
         if self.frequencies is not None:
             rotary = Rotary(self.frequencies.double(), self.layout)
-        form = QKForm(
-            eye[:size],
-            eye[size:],
-            self.temperature,
-            own(self.query_bias),
-            own(self.key_bias),
-            rotary,
-            own(self.distance_bias),
-        )
-        kernel, covariance, mean = (
-            part[place].double() for part in (self.kernel, self.covariance, self.mean)
-        )
+        form = QKForm(eye[:size], eye[size:], self.temperature, rotary=rotary, **own)
         return form, TokenProcess(kernel, covariance, mean, is_known=True)
 
 

@@ -47,12 +47,7 @@ class Section:
 
 
 def render_page(
-    title: str,
-    sections: Sequence[Section],
-    *,
-    intro: str = "",
-    opening: str = "",
-    footer: str = "",
+    title: str, sections: Sequence[Section], *, intro: str = "", opening: str = "", footer: str = ""
 ) -> str:
     """Make the HTML text; every string is escaped, nothing is fetched when it is read.
 
@@ -138,12 +133,10 @@ def _markdown(text: str) -> str:
 
 def _descriptions(spec: Any) -> Iterator[str]:
     """What a chart says about itself and its panels."""
+    parts = spec if isinstance(spec, list) else []
     if isinstance(spec, dict):
         if isinstance(spec.get("description"), str):
             yield spec["description"]
-        for key, value in spec.items():
-            if key not in ("data", "datasets"):
-                yield from _descriptions(value)
-    elif isinstance(spec, list):
-        for value in spec:
-            yield from _descriptions(value)
+        parts = [value for key, value in spec.items() if key not in ("data", "datasets")]
+    for value in parts:
+        yield from _descriptions(value)
