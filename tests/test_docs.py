@@ -140,9 +140,9 @@ def test_every_public_name_has_an_example() -> None:
 
 
 def test_the_help_of_sweep_and_train_names_what_there_is() -> None:
-    told = " ".join((ROOT / "src/locater/cli/sweep.py").read_text(encoding="utf-8").split())
+    told = " ".join((ROOT / "src/locater/cli/lab.py").read_text(encoding="utf-8").split())
     ranges = {f"fig{k}{kind}" for k in range(6, 13) for kind in ("", "-cpu")}
     assert [name for name in SWEEPS if name not in ranges and f"{name}" not in told] == []
-    told = (ROOT / "src/locater/cli/train.py").read_text(encoding="utf-8")
+    told = (ROOT / "src/locater/cli/lab.py").read_text(encoding="utf-8")
     named = {name.removesuffix("-cpu") for name in PRESETS} - ranges
     assert [name for name in named if name not in told] == []

@@ -64,7 +64,7 @@ class Shown:
 
     def to_json(self) -> str:
         """The rows as JSON; null where there is no number."""
-        return json.dumps([_finite(row) for row in self._table()], allow_nan=False)
+        return json.dumps([finite(row) for row in self._table()], allow_nan=False)
 
     def plot(self) -> Any:
         """The rows as an Altair chart (extra `report`)."""
@@ -72,7 +72,7 @@ class Shown:
             altair = import_module("altair")
         mark, across, up, color = self._picture
         names = [part.partition(":")[0] for part in (across, up, color)]
-        values = [{name: _finite(row.get(name)) for name in names} for row in self._table()]
+        values = [{name: finite(row.get(name)) for name in names} for row in self._table()]
         chart = altair.Chart(altair.Data(values=values))
         made = chart.mark_rect() if mark == "rect" else chart.mark_line(point=True)
         tooltip = list(dict.fromkeys((across, up, color)))
@@ -99,9 +99,10 @@ def _short(value: object) -> str:
     return "–" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """What JSON can say: NaN and infinity, which it cannot, become null."""
     if isinstance(value, dict):
-        return {name: _finite(one) for name, one in value.items()}
+        return {name: finite(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
+        return [finite(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -235,7 +235,7 @@ def test_whatever_escapes_is_one_message_with_a_way_out(
     def broken(arguments: list[str]) -> None:
         raise KeyError("a \x1b[2J name")
 
-    monkeypatch.setattr("locater.cli.theory.run", broken)
+    monkeypatch.setattr("locater.cli.theory.do_theory", broken)
     assert main(["theory"]) == 1
     told = capsys.readouterr()
     assert told.out == "" and "\x1b" not in told.err and "Traceback" not in told.err
@@ -252,7 +252,7 @@ def test_a_file_that_cannot_be_used_is_named(
     def broken(arguments: list[str]) -> None:
         raise PermissionError(13, "Permission denied", "secret.txt")
 
-    monkeypatch.setattr("locater.cli.theory.run", broken)
+    monkeypatch.setattr("locater.cli.theory.do_theory", broken)
     assert main(["theory"]) == 1
     assert capsys.readouterr().err.startswith("error: secret.txt: Permission denied.\nhint: ")
 

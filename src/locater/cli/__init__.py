@@ -1,4 +1,4 @@
-"""The command line: one module for each verb; this finds it, runs it, explains what went wrong."""
+"""The command line: finds the module of a verb, runs it, and explains what went wrong."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
 from importlib import import_module
 from io import StringIO
-from typing import Any
 
 from locater.cli.terminal import hush, plain, say
 from locater.errors import FULL, LocaterError, unforeseen, unknown
 
-# a command is `run` in the module of its name in locater.cli; its summary, its example
+# a command's summary and its example
 _COMMANDS: dict[str, tuple[str, str]] = {
     "theory": (
         "ρ(θ) for one (ξ, η): as printed, corrected, exact at finite length",
@@ -74,7 +73,13 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     ),
 }
 
-
+_HOMES = {
+    "theory": "theory", "simulate": "theory", "audit": "audit", "compare": "audit",
+    "probe": "probe", "moments": "probe", "explain": "reality", "theories": "reality",
+    "what-if": "reality", "trial": "trial", "train": "lab", "sweep": "lab", "report": "pages",
+    "reproduce": "pages",
+}  # fmt: skip
+"""The module of each command, where it is `do_` and its name."""
 _GO_ON = ("train", "sweep", "simulate", "reproduce", "trial")
 """Commands that keep what they did when they are stopped."""
 
@@ -116,7 +121,7 @@ def _main(arguments: list[str]) -> int:
         say(f"error: {unknown('command', arguments[0], _COMMANDS)}", is_error=True)
         return 2
     try:
-        _module(arguments[0]).run(arguments[1:])
+        _run(arguments[0], arguments[1:])
     except LocaterError as error:
         say(plain(f"error: {error}"), is_error=True)
         return 1
@@ -136,7 +141,7 @@ def _completion() -> str:
     cases = []
     for name in _COMMANDS:
         with redirect_stdout(StringIO()) as help_text, suppress(SystemExit):
-            _module(name).run(["--help"])
+            _run(name, ["--help"])
         flags = sorted(set(re.findall(r"--[a-z][a-z-]+", help_text.getvalue())) | {"--quiet"})
         cases.append(f"{name}) words='{' '.join(flags)}' ;;")
     return _SCRIPT.replace("COMMANDS", " ".join(_COMMANDS)).replace("CASES", "\n    ".join(cases))
@@ -155,8 +160,9 @@ _locater() {
 complete -o default -F _locater locater"""
 
 
-def _module(command: str) -> Any:
-    return import_module(f"locater.cli.{command.replace('-', '_')}")
+def _run(command: str, arguments: Sequence[str]) -> None:
+    home = import_module(f"locater.cli.{_HOMES[command]}")
+    getattr(home, f"do_{command.replace('-', '_')}")(arguments)
 
 
 def _overview() -> str:

@@ -1,4 +1,4 @@
-"""`locater audit`: every head's query-key spectrum, from a file, a folder, a URL or a hub id."""
+"""Every head's query-key spectrum, from files: `locater audit`, `locater compare`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from tyro.conf import Positional, Suppress
 
 from locater.audit.audit import AuditConfig, audit_checkpoint, audit_model
-from locater.audit.compare import Timeline
+from locater.audit.compare import HeadChange, Timeline, compare_checkpoints
 from locater.audit.table import Audit, stands_out
 from locater.cli.terminal import check_figure, parse, plain, print_json, progress, say, show, values
 from locater.core.process import ProcessName, TokenProcess
@@ -83,7 +83,7 @@ class AuditCommand(CheckpointFlags):
     """Print everything as JSON."""
 
 
-def run(arguments: Sequence[str]) -> None:
+def do_audit(arguments: Sequence[str]) -> None:
     """Audit, write what was asked for, then print a table or JSON."""
     command = parse(AuditCommand, "audit", arguments)
     if not all(command.paths) or not command.paths:
@@ -206,29 +206,19 @@ def named(row: Any) -> str:
     return head_name(row.part, row.kind, row.layer, row.head)
 
 
-def _short(row: Any) -> str:
-    """The same in a model of one stack."""
-    return head_name("", row.kind, row.layer, row.head)
-
-
 def _deviation(row: Any) -> str | None:
     """Where a head is farthest from the others."""
-    return (
-        None
-        if row.deviation is None
-        else f"{row.deviates_in.replace('_', ' ')} {row.deviation:+.1f}"
-    )
+    column = row.deviates_in.replace("_", " ")
+    return None if row.deviation is None else f"{column} {row.deviation:+.1f}"
 
 
 def _columns(audit: Audit) -> Columns:
     """What the table shows: verdicts where there are any, else what stands out."""
-    judged: Columns = {
-        "verdict": "verdict",
-        "measured": "measured_entropy:.2f",
-    }
+    judged: Columns = {"verdict": "verdict", "measured": "measured_entropy:.2f"}
     forms: Columns = {} if len({row.status for row in audit.rows}) == 1 else {"form": "status"}
+    has_parts = len({row.part for row in audit.rows}) > 1
     return {
-        "head": named if len({row.part for row in audit.rows}) > 1 else _short,
+        "head": lambda row: head_name(row.part if has_parts else "", row.kind, row.layer, row.head),
         **forms,
         **(judged if audit.is_measured else {"stands out": _deviation}),
         "entropy": "entropy:.2f",
@@ -301,7 +291,7 @@ def _show_timeline(line: Timeline, command: AuditCommand) -> None:
         "median η": lambda row: f"{median(head.eta for head in row.rows):.3g}",
         "entropy, least": lambda row: f"{min(head.entropy for head in row.rows):.2f}",
         "median": lambda row: f"{median(head.entropy for head in row.rows):.2f}",
-        "moved": lambda row: number(moved(line.audits.index(row))),
+        "moved": lambda row: _number(moved(line.audits.index(row))),
     }
     show(terminal_table(line.audits, columns, left=("checkpoint",)))
     show("moved: the largest change of r in one head since the checkpoint before.")
@@ -311,13 +301,12 @@ def _show_timeline(line: Timeline, command: AuditCommand) -> None:
     say_limits(line.caveats, dict.fromkeys(one for audit in line.audits for one in audit.skipped))
 
 
-def number(value: float | None) -> str:
-    """Three digits, or a dash for what is not known."""
+def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
 
 
 def _ends(column: str) -> Callable[[dict[str, Any]], str]:
-    return lambda track: " → ".join(number(track[column][place]) for place in (0, -1))
+    return lambda track: " → ".join(_number(track[column][place]) for place in (0, -1))
 
 
 _MOVERS: Columns = {
@@ -327,3 +316,60 @@ _MOVERS: Columns = {
     "entropy bound": _ends("entropy_bound"),
     "looks": lambda track: " → ".join(dict.fromkeys((track["regime"][0], track["regime"][-1]))),
 }
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CompareCommand(CheckpointFlags):
+    """What changed from one checkpoint to another, head by head, most changed first."""
+
+    before: Positional[str]
+    """A folder, file, URL or hub id."""
+    after: Positional[str]
+    """The same model later: fine-tuned, further trained, with an adapter."""
+    top: int = 20
+    """How many heads to list; 0 lists all."""
+    json: bool = False
+    """Print everything as JSON."""
+
+
+def _change(name: str) -> Callable[[HeadChange], str]:
+    return lambda row: "-" if row.changes[name] is None else f"{row.changes[name]:+.3g}"
+
+
+_HEADS: Columns = {
+    "head": named,
+    "‖ΔW‖/‖W‖": "distance:.3g",
+    "Δr": _change("r"),
+    "Δmean": _change("mean"),
+    "Δvar": _change("variance"),
+    "Δentropy": _change("entropy"),
+    "looks": lambda row: " → ".join(dict.fromkeys((row.regime_before, row.regime_after))),
+}
+
+
+def do_compare(arguments: Sequence[str]) -> None:
+    """Compare, then print a table or JSON."""
+    command = parse(CompareCommand, "compare", arguments)
+    with progress("compare") as report:
+        comparison = compare_checkpoints(
+            command.before,
+            command.after,
+            report=report,
+            say=say,
+            **command.source(),
+            **command.settings(),
+        )
+    if command.json:
+        print_json(comparison.to_dict())
+        return
+    for sentence in dict.fromkeys((*comparison.before.head, *comparison.after.head)):
+        show(plain(sentence))
+    shown = comparison.rows[: command.top or None]
+    table = terminal_table(shown, _HEADS, left=("head", "looks"))
+    table.pad_edge = False
+    show(table)
+    if len(shown) < len(comparison.rows):
+        more = len(comparison.rows) - len(shown)
+        show(f"… and {more} more heads: --top 0 or --json has them.")
+    show(plain(comparison.summary))
+    say_limits(comparison.to_dict()["caveats"], comparison.skipped)

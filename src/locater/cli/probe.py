@@ -1,4 +1,4 @@
-"""`locater probe`: what a model's attention does on a text, head by head."""
+"""Running a model on a text, and what its heads do there: `locater probe`, `moments`."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class ProbeCommand(OnText):
     """Of the random queries."""
 
 
-def run(arguments: Sequence[str]) -> None:
+def do_probe(arguments: Sequence[str]) -> None:
     """Measure, then print tables, JSON or where the page is."""
     command = parse(ProbeCommand, "probe", arguments, first="model")
     command.check()
@@ -100,7 +100,7 @@ def run(arguments: Sequence[str]) -> None:
     if command.json:
         print_json(data)
     else:
-        _print(data, command.top)
+        _show(data, command.top)
     say("`locater explain` holds the same heads against the theory, where there is one for them.")
 
 
@@ -125,7 +125,7 @@ def _selected(probe: Any, layers: str | None) -> dict[str, Any]:
     }
 
 
-def _print(data: dict[str, Any], top: int) -> None:
+def _show(data: dict[str, Any], top: int) -> None:
     from locater.report.probe_view import HEADS, LAYERS, sharpest_first
     from locater.report.tables import terminal_table
 
@@ -137,3 +137,35 @@ def _print(data: dict[str, Any], top: int) -> None:
     print(f"{len(heads)} heads{left} on {data['blocks']} blocks of {data['tokens']} tokens.")
     alarms = [plain(f"alarm: {alarm['message']}") for alarm in data["alarms"]]
     print("\n".join(alarms or ["no alarms."]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MomentsCommand(OnText):
+    """Keep the moments of every head's queries and keys, for `locater what-if` to answer from."""
+
+    out: Path | None = Path("moments.safetensors")
+    """The file to write."""
+    layers: str | None = None
+    """Only attentions whose name this regular expression finds."""
+    batch: int = 16
+    """Blocks that run together."""
+    adapter: str = ""
+    """Keep also what a LoRA adapter (a folder or hub id, as PEFT saves it) would make of them."""
+
+
+def do_moments(arguments: Sequence[str]) -> None:
+    """Run the model on the text and write the file."""
+    command = parse(MomentsCommand, "moments", arguments, first="model")
+    if command.out is None or command.out.suffix != ".safetensors":
+        raise ConfigError(f"--out is {command.out}.", hint="moments.safetensors is usual.")
+    from locater.reality.what_if import moments
+
+    model, blocks = command.load()
+    with progress("layers") as report:
+        found = moments(
+            model, blocks, name=command.model, layers=command.layers, batch=command.batch,
+            adapter=command.adapter, report=report,
+        )  # fmt: skip
+    path = found.save(command.out)
+    size = path.stat().st_size / 1e6
+    say(f"wrote {path}: {sum(map(len, found.layers))} heads, {size:.1f} MB.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+from locater.notebook import finite
 from locater.report.tables import plain as plain
 
 Config = TypeVar("Config")
@@ -128,17 +128,8 @@ def show(content: Any) -> None:
 
 def print_json(data: Any) -> None:
     """Data on stdout; NaN and infinity as null."""
-    text = json.dumps(_plain(data), ensure_ascii=False, indent=2, allow_nan=False)
+    text = json.dumps(finite(data), ensure_ascii=False, indent=2, allow_nan=False)
     print(text.encode("utf-8", "replace").decode())  # names of files may be no text
-
-
-def _plain(data: Any) -> Any:
-    """What JSON can say: NaN and infinity, which it cannot, become null."""
-    if isinstance(data, dict):
-        return {key: _plain(value) for key, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [_plain(value) for value in data]
-    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 _quiet = False

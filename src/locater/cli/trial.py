@@ -47,7 +47,7 @@ class TrialCommand(EngineFlags, TrialConfig):
         """Settings are checked when flags have become lists."""
 
 
-def run(arguments: Sequence[str]) -> None:
+def do_trial(arguments: Sequence[str]) -> None:
     """Train what is missing, then print a table, a sentence and where the picture is."""
     command = parse(TrialCommand, "trial", arguments, first="model")
     check_figure(command.out)
