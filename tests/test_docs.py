@@ -1,6 +1,7 @@
 """Every code block of the documents runs, and every command is documented."""
 
 import importlib
+import inspect
 import json
 import re
 import shlex
@@ -13,6 +14,7 @@ import pytest
 
 import locater
 from locater import cli
+from locater.cli.lab import SweepCommand, TrainCommand
 from locater.paper.lab.presets import PRESETS, SWEEPS
 from locater.probe.alarms import STUDY
 
@@ -140,9 +142,9 @@ def test_every_public_name_has_an_example() -> None:
 
 
 def test_the_help_of_sweep_and_train_names_what_there_is() -> None:
-    told = " ".join((ROOT / "src/locater/cli/lab.py").read_text(encoding="utf-8").split())
+    told = " ".join(inspect.getsource(SweepCommand).split())
     ranges = {f"fig{k}{kind}" for k in range(6, 13) for kind in ("", "-cpu")}
     assert [name for name in SWEEPS if name not in ranges and f"{name}" not in told] == []
-    told = (ROOT / "src/locater/cli/lab.py").read_text(encoding="utf-8")
+    told = inspect.getsource(TrainCommand)
     named = {name.removesuffix("-cpu") for name in PRESETS} - ranges
     assert [name for name in named if name not in told] == []

@@ -61,47 +61,31 @@ if TYPE_CHECKING:
 
 # torch takes a second to import and `locater --help` does not need it: names are found when used
 _HOMES = {
-    "locater.models.live": ("Pair", "find_attention"),
-    "locater.probe.probe": ("MeasuredHead", "Probe"),
-    "locater.probe.alarms": ("Alarm", "AlarmRules"),
-    "locater.probe.rows": ("TokenRank",),
-    "locater.control.locater": ("LocAteR",),
-    "locater.control.trial": ("Trial", "TrialConfig", "trial"),
+    "locater.models.live": "Pair find_attention",
+    "locater.probe.probe": "MeasuredHead Probe",
+    "locater.probe.alarms": "Alarm AlarmRules",
+    "locater.probe.rows": "TokenRank",
+    "locater.control.locater": "LocAteR",
+    "locater.control.trial": "Trial TrialConfig trial",
     "locater.audit": (
-        "Audit",
-        "Comparison",
-        "Timeline",
-        "audit_checkpoint",
-        "audit_model",
-        "audit_timeline",
-        "compare_checkpoints",
+        "Audit Comparison Timeline audit_checkpoint audit_model audit_timeline compare_checkpoints"
     ),
-    "locater.core.bounds": ("Inequality", "collapse_bounds", "entropy_lower_bound"),
-    "locater.core.diagnosis": ("Diagnosis", "diagnose"),
-    "locater.core.gradient": ("QKGradient", "qk_gradient"),
-    "locater.core.penalty": ("LocAteRConfig",),
-    "locater.core.process": ("TokenProcess",),
-    "locater.core.form": ("QKForm", "Rotary"),
-    "locater.core.spectrum": ("Spectrum",),
+    "locater.core.bounds": "Inequality collapse_bounds entropy_lower_bound",
+    "locater.core.diagnosis": "Diagnosis diagnose",
+    "locater.core.gradient": "QKGradient qk_gradient",
+    "locater.core.penalty": "LocAteRConfig",
+    "locater.core.process": "TokenProcess",
+    "locater.core.form": "QKForm Rotary",
+    "locater.core.spectrum": "Spectrum",
     "locater.core.theory": (
-        "PredictedAttention",
-        "Profile",
-        "Regime",
-        "attention_entropy",
-        "classify",
-        "logit_moments",
-        "logit_variance",
-        "piecewise_softmax",
-        "predicted_attention",
-        "propagation",
-        "rho_limit",
-        "score_moments",
+        "PredictedAttention Profile Regime attention_entropy classify logit_moments "
+        "logit_variance piecewise_softmax predicted_attention propagation rho_limit score_moments"
     ),
-    "locater.errors": ("ConfigError", "InputError", "LocaterError", "MissingExtraError"),
-    "locater.reality.against_theory": ("Reality", "RealityConfig", "against_theory"),
-    "locater.simulation": ("SimulateConfig", "Simulation", "simulate"),
+    "locater.errors": "ConfigError InputError LocaterError MissingExtraError",
+    "locater.reality.against_theory": "Reality RealityConfig against_theory",
+    "locater.simulation": "SimulateConfig Simulation simulate",
 }
-_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
 __version__ = "0.2.0"
 __all__ = sorted(_HOME_OF)
 

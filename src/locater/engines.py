@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
@@ -51,18 +51,26 @@ def run_all(
     workers: int | None = None,
     ray_address: str | None = None,
     report: Callable[[int, int], None] | None = None,
+    done: Mapping[int, Result] | None = None,
+    keep: Callable[[int, Result], None] | None = None,
 ) -> list[Result]:
     """The results of units 0, 1, … in their order, however they complete.
+
+    Those that are `done` are not run again; `keep` is given every other one, `report` their number.
 
     >>> run_all(lambda unit: unit * unit, 4, workers=2)
     [0, 1, 4, 9]
     """
-    found: dict[int, Result] = {}
-    units = run_units(work, range(count), engine=engine, workers=workers, ray_address=ray_address)
-    for unit, made in units:
-        found[unit] = made
-        if report is not None:
-            report(len(found), count)
+    found = dict(done or {})
+    missing = [unit for unit in range(count) if unit not in found]
+    units = run_units(work, missing, engine=engine, workers=workers, ray_address=ray_address)
+    with closing(units):
+        for unit, made in units:
+            if keep is not None:
+                keep(unit, made)
+            found[unit] = made
+            if report is not None:
+                report(len(found), count)
     return [found[unit] for unit in range(count)]
 
 

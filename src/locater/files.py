@@ -6,7 +6,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
@@ -93,6 +93,14 @@ def kept(path: Path, make: Callable[[Any], Made], say: Callable[[str], None]) ->
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         say(f"{path} is not what was stored there; it is made again.")
         return None
+
+
+def kept_of(
+    paths: Sequence[Path], make: Callable[[Any], Made], say: Callable[[str], None]
+) -> dict[int, Made]:
+    """Those of several pieces of work that are there already, by their numbers."""
+    found = {place: kept(path, make, say) for place, path in enumerate(paths)}
+    return {place: made for place, made in found.items() if made is not None}
 
 
 def _digest(path: Path, data: Any) -> str:

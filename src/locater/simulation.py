@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
@@ -26,9 +25,9 @@ from locater.core.form import QKForm
 from locater.core.process import ProcessName, TokenProcess, centered_kernel
 from locater.core.spectrum import check_covariance, semidefinite_root
 from locater.core.theory import Profile, is_on, propagates, propagation
-from locater.engines import Engine, one_thread, run_units
+from locater.engines import Engine, one_thread, run_all
 from locater.errors import ConfigError, at_least, check_choice
-from locater.files import keep, kept, write_file
+from locater.files import keep, kept_of, write_file
 from locater.notebook import Shown
 
 Estimator = Literal["conditional", "count"]
@@ -277,22 +276,19 @@ def simulate(
     with one_thread():
         plan = _Plan(config, process or config.token_process())
     paths = [] if store is None else _paths(store, plan)
-    results = {
-        index: unit
-        for index, path in enumerate(paths)
-        if (unit := kept(path, UnitResult.from_dict, say))
-    }
-    report(len(results), config.units)
-    missing = [index for index in range(config.units) if index not in results]
-    work = partial(run_unit, plan)
-    runs = run_units(work, missing, engine=engine, workers=workers, ray_address=ray_address)
-    with closing(runs):
-        for index, unit in runs:
-            if paths:
-                keep(paths[index], unit.to_dict())
-            results[index] = unit
-            report(len(results), config.units)
-    return Simulation(config, [results[index] for index in range(config.units)])
+    done = kept_of(paths, UnitResult.from_dict, say)
+    report(len(done), config.units)
+    units = run_all(
+        partial(run_unit, plan),
+        config.units,
+        engine=engine,
+        workers=workers,
+        ray_address=ray_address,
+        report=report,
+        done=done,
+        keep=lambda index, unit: keep(paths[index], unit.to_dict()) if paths else None,
+    )
+    return Simulation(config, units)
 
 
 def run_unit(plan: _Plan, index: int) -> UnitResult:

@@ -13,6 +13,7 @@ import re
 import struct
 import warnings
 import zipfile
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,8 +27,8 @@ from torch import Tensor
 
 from locater.checkpoints.source import (
     ByteSource,
-    JoinedTensors,
     Place,
+    StoredTensors,
     document,
     read_bytes,
     refuse_pointer,
@@ -79,19 +80,12 @@ class StoredTensor:
     stop: int
 
 
-class TensorFile:
+class TensorFile(StoredTensors):
     """Tensors that lie in one file, wherever that is."""
 
     def __init__(self, source: ByteSource, entries: Mapping[str, StoredTensor]) -> None:
-        self._source, self._entries = source, entries
-        self.shapes: Mapping[str, tuple[int, ...]] = {
-            name: entry.shape for name, entry in entries.items()
-        }
-
-    @property
-    def bytes_read(self) -> int:
-        """How many bytes were read so far, the header's among them."""
-        return self._source.bytes_read
+        self._source, self._entries, self._parts = source, entries, (source,)
+        self.shapes = {name: entry.shape for name, entry in entries.items()}
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Read these tensors, in the order in which they lie in the file."""
@@ -104,12 +98,8 @@ class TensorFile:
             self._source.read_into(start + entry.start, raw.numpy().data)
         return raw
 
-    def _tensor(self, name: str, entry: StoredTensor) -> Tensor:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Let go of the file."""
-        self._source.close()
+    @abstractmethod
+    def _tensor(self, name: str, entry: StoredTensor) -> Tensor: ...
 
 
 class SafetensorsFile(TensorFile):
@@ -243,12 +233,11 @@ _ASKED = re.compile(r"WeightsUnpickler error:\s*([^\n]+?)\.?(?: Please use|\n|$)
 _WHOLE = "a pickle of the kind that PyTorch wrote before 1.6, which can only be read whole"
 
 
-class PytorchFile:
+class PytorchFile(StoredTensors):
     """The state dict in a `.bin`, `.pt` or `.pth` file, mapped while it is read and then let go."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.bytes_read = 0
         self._state: Mapping[str, Tensor] | None = None
         if path.suffix == ".safetensors":
             raise LocaterError(
@@ -262,7 +251,7 @@ class PytorchFile:
             check_stored(path, str(path))
         found = self._load(map_location="meta")
         state, self.config = state_of(found, str(path))
-        self.caveats: tuple[str, ...] = () if self._mapped else (f"{path.name} is {_WHOLE}",)
+        self.caveats = () if self._mapped else (f"{path.name} is {_WHOLE}",)
         self._sizes = {
             name: tensor.numel() * tensor.element_size() for name, tensor in state.items()
         }
@@ -273,9 +262,7 @@ class PytorchFile:
                     f"{path} claims {size:,} bytes for {name!r:.60}, and has {room:,} in all.",
                     hint="it is damaged or made to fill memory: do not trust it.",
                 )
-        self.shapes: Mapping[str, tuple[int, ...]] = {
-            name: tuple(tensor.shape) for name, tensor in state.items()
-        }
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
 
     def _load(self, **options: Any) -> Any:
         """Load without running code, or say what to do instead."""
@@ -314,7 +301,7 @@ class PytorchFile:
         found = {}
         for name in names:
             found[name] = state[name].detach().clone(memory_format=torch.contiguous_format)
-            self.bytes_read += self._sizes[name]
+            self._own_bytes += self._sizes[name]
         return found
 
     def close(self) -> None:
@@ -372,11 +359,11 @@ def state_of(found: Any, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return state, {str(key): value for config in configs[:1] for key, value in config.items()}
 
 
-class MetaShards(JoinedTensors):
+class MetaShards(StoredTensors):
     """The parts of a Llama as Meta publishes it: every part has some heads of every layer."""
 
     def __init__(self, parts: Sequence[PytorchFile]) -> None:
-        self._parts = parts
+        self._files = self._parts = parts
         self.config = parts[0].config
         self.caveats = (f"{len(parts)} parts of one model are joined, head after head",)
         first = parts[0].shapes
@@ -386,7 +373,7 @@ class MetaShards(JoinedTensors):
                 "the consolidated.*.pth here are not parts of one model: their shapes differ.",
                 hint="keep the parts of each model in a folder of their own.",
             )
-        self.shapes: Mapping[str, tuple[int, ...]] = {
+        self.shapes = {
             name: (len(parts) * shape[0], *shape[1:]) if name in joined else shape
             for name, shape in first.items()
             if name in joined or len(shape) == 1
@@ -394,10 +381,10 @@ class MetaShards(JoinedTensors):
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Read these tensors, joined where each part has some of their rows."""
-        whole = self._parts[0].read([name for name in names if not _JOINED.search(name)])
+        whole = self._files[0].read([name for name in names if not _JOINED.search(name)])
         for name in names:
             if name not in whole:
-                whole[name] = torch.cat([part.read([name])[name] for part in self._parts])
+                whole[name] = torch.cat([part.read([name])[name] for part in self._files])
         return whole
 
 
@@ -456,15 +443,15 @@ class _Chunk:
     length: int
 
 
-class DistributedTensors:
+class DistributedTensors(StoredTensors):
     """What `torch.distributed.checkpoint` wrote: chunks of tensors in the files of many ranks."""
 
     def __init__(self, place: Place, metadata: str) -> None:
-        self._place, self.bytes_read = place, 0
+        self._place = place
         where = f"{place.name}/{metadata}"
         try:
             found = _Records(io.BytesIO(document(place, metadata))).load()
-            self._dtypes, self._chunks, shapes = self._tensors(found, where)
+            self._dtypes, self._chunks, self.shapes = self._tensors(found, where)
         except pickle.UnpicklingError as error:
             raise LocaterError(
                 f"{where} is refused, for reading it may run code that it holds: {error!s:.200}.",
@@ -473,7 +460,6 @@ class DistributedTensors:
             ) from error
         except (AttributeError, TypeError, ValueError, LookupError, EOFError) as error:
             raise _damaged(where, error) from error
-        self.shapes: Mapping[str, tuple[int, ...]] = shapes
 
     def _tensors(self, found: Any, where: str) -> tuple[Any, Any, dict[str, tuple[int, ...]]]:
         """Types, chunks and shapes of the tensors that the metadata speaks of."""
@@ -530,7 +516,7 @@ class DistributedTensors:
         try:
             raw = io.BytesIO(read_bytes(source, chunk.start, chunk.length))
         finally:
-            self.bytes_read += source.bytes_read
+            self._own_bytes += source.bytes_read
             source.close()
         where = f"{self._place.name}/{chunk.file}"
         check_stored(raw, where)
@@ -542,9 +528,6 @@ class DistributedTensors:
         if not isinstance(values, Tensor) or tuple(values.shape) != chunk.sizes:
             raise _damaged(where, ValueError(f"it holds no chunk {chunk.sizes} of {name!r:.60}"))
         return values
-
-    def close(self) -> None:
-        """Nothing is kept open."""
 
 
 def _dtype(properties: Any) -> torch.dtype:

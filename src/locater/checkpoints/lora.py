@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from locater.checkpoints.source import JoinedTensors, Tensors
+from locater.checkpoints.source import StoredTensors, Tensors
 from locater.errors import LocaterError
 from locater.models.names import plain_name
 
@@ -36,7 +36,7 @@ class _Change:
     parts: dict[str, str] = field(default_factory=dict)
 
 
-class LoraTensors(JoinedTensors):
+class LoraTensors(StoredTensors):
     """A base's tensors, each with W + s B A where the adapter has an A and a B for it.
 
     Merged weights are float32 at least: what the running model computes, before any rounding.
@@ -49,7 +49,7 @@ class LoraTensors(JoinedTensors):
         self._parts = (base,) if adapter is base else (base, adapter)
         self._settings = settings
         _check(settings, name)
-        self.shapes: Mapping[str, tuple[int, ...]] = {
+        self.shapes = {
             stored: shape for stored, shape in base.shapes.items() if not _PART.fullmatch(stored)
         }
         self._stored = {plain_name(stored): stored for stored in self.shapes}
@@ -75,7 +75,7 @@ class LoraTensors(JoinedTensors):
             change.module: self._scale(change.module, adapter.shapes[change.parts["lora_A"]][0])
             for change in self._changes.values()
         }
-        self.caveats: tuple[str, ...] = (f"{len(self._changes)} weights are merged with LoRA",)
+        self.caveats = (f"{len(self._changes)} weights are merged with LoRA",)
         if lost:
             shown = ", ".join(lost[:3]) + (", …" if len(lost) > 3 else "")
             self.caveats += (f"{len(lost)} parts of the adapter fit no weight: {shown}",)

@@ -40,9 +40,9 @@ from locater.checkpoints.source import (
     SUFFIXES,
     Folder,
     Inside,
-    JoinedTensors,
     Place,
     Say,
+    StoredTensors,
     Tensors,
     document,
     json_object,
@@ -375,15 +375,14 @@ def open_adapter(source: str | Path, base: Tensors, *, say: Say = silent) -> Lor
 
 def _opened(name: str, place: Place, choice: Choice, given: Mapping[str, Any]) -> Checkpoint:
     """Open the chosen files of a place."""
-    caveats = list(place.caveats)
+    before = place.caveats
     format, tensors = _tensors(place, choice)
     try:
-        said = getattr(tensors, "config", {})
-        config = {**said, **_stored_config(place), **given}
-        caveats = list(dict.fromkeys((*caveats, *place.caveats)))  # known when files are open
+        config = {**tensors.config, **_stored_config(place), **given}
+        caveats = [*before, *place.caveats]  # more are known when files are open
         if not config:
             caveats.append(NO_CONFIG)
-        caveats += getattr(tensors, "caveats", ())
+        caveats += tensors.caveats
         plain = unpacked(tensors, config, name)
         if plain is not None:
             tensors = plain
@@ -406,7 +405,7 @@ def _stored_config(place: Place) -> dict[str, Any]:
     return {}
 
 
-def _tensors(place: Place, choice: Choice) -> tuple[Format, Tensors]:
+def _tensors(place: Place, choice: Choice) -> tuple[Format, StoredTensors]:
     """The tensors of the chosen files, and the format of those."""
     if choice.index is None and len(choice.files) == 1:
         return _file(place, choice.files[0])
@@ -449,7 +448,7 @@ def _weight_map(place: Place, index: str) -> dict[str, str]:
     return homes
 
 
-def _file(place: Place, name: str) -> tuple[Format, Tensors]:
+def _file(place: Place, name: str) -> tuple[Format, StoredTensors]:
     """Open one file by what it holds, whatever it is called."""
     if name == _DISTRIBUTED:
         return "distributed", DistributedTensors(place, name)
@@ -485,18 +484,15 @@ def _pytorch(place: Place, name: str) -> PytorchFile:
     return PytorchFile(path)
 
 
-class ShardedTensors(JoinedTensors):
+class ShardedTensors(StoredTensors):
     """Several files as one; where an index names a tensor's file, that is the file."""
 
     def __init__(
-        self, files: Mapping[str, Tensors], homes: Mapping[str, str] | None, index: str | None
+        self, files: Mapping[str, StoredTensors], homes: Mapping[str, str] | None, index: str | None
     ) -> None:
-        first = next(iter(files.values()))
-        self.config: Mapping[str, Any] = getattr(first, "config", {})
-        self.caveats = tuple(
-            caveat for file in files.values() for caveat in getattr(file, "caveats", ())
-        )
         self._files, self._parts = files, tuple(files.values())
+        self.config = next(iter(files.values())).config
+        self.caveats = tuple(caveat for file in files.values() for caveat in file.caveats)
         self._homes = {name: shard for shard, file in files.items() for name in file.shapes}
         for name, shard in (homes or {}).items():
             if name not in files[shard].shapes:
@@ -505,9 +501,7 @@ class ShardedTensors(JoinedTensors):
                     hint="index and shards are not of one checkpoint: download both again.",
                 )
             self._homes[name] = shard
-        self.shapes: Mapping[str, tuple[int, ...]] = {
-            name: files[shard].shapes[name] for name, shard in self._homes.items()
-        }
+        self.shapes = {name: files[shard].shapes[name] for name, shard in self._homes.items()}
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Read these tensors, each from its own file."""

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from locater.checkpoints.source import JoinedTensors, Tensors
+from locater.checkpoints.source import StoredTensors, Tensors
 from locater.errors import LocaterError
 
 Parts = Mapping[str, Tensor]
@@ -38,6 +38,7 @@ _REFUSED = {
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _ROWS = 256  # unpacked at a time
+_ORIGINAL = "audit the original model, of which this was made."
 
 
 @dataclass(frozen=True)
@@ -50,14 +51,14 @@ class _Packed:
     made: Callable[[Parts], Float[Tensor, "_ _"]]
 
 
-class PackedTensors(JoinedTensors):
+class PackedTensors(StoredTensors):
     """A checkpoint's tensors, with the packed projections of attentions as the weights they are."""
 
     def __init__(self, base: Tensors, weights: Mapping[str, _Packed]) -> None:
         self._base, self._weights = base, weights
         self._parts = (base,)
         used = {part for packed in weights.values() for part in packed.parts.values()}
-        self.shapes: Mapping[str, tuple[int, ...]] = {
+        self.shapes = {
             **{name: shape for name, shape in base.shapes.items() if name not in used},
             **{name: packed.shape for name, packed in weights.items()},
         }
@@ -93,59 +94,68 @@ def unpacked(tensors: Tensors, config: Mapping[str, Any], name: str) -> PackedTe
         if ends:
             module = ".".join(parts[: ends[-1]])
             modules.setdefault(module, {})[".".join(parts[ends[-1] :])] = stored
+    said = config.get("quantization_config") or config.get("quantization")
+    said = said if isinstance(said, Mapping) else {}
     weights = {
         f"{module}.weight": packed
         for module, stored in modules.items()
         if set(stored) - {"weight", "bias"}
-        and (packed := _recognized(module, stored, tensors, config, name)) is not None
+        and (packed := _recognized(_Module(module, stored, tensors, said), name)) is not None
     }
     return PackedTensors(tensors, weights) if weights else None
 
 
-def _recognized(
-    module: str, stored: Mapping[str, str], tensors: Tensors, config: Mapping[str, Any], name: str
-) -> _Packed | None:
+@dataclass(frozen=True)
+class _Module:
+    """One projection: the tensors below it by their own names, and what the config says of all."""
+
+    name: str
+    stored: Mapping[str, str]
+    tensors: Tensors
+    said: Mapping[str, Any]
+
+    @property
+    def shapes(self) -> Any:
+        return {part: tuple(self.tensors.shapes[at]) for part, at in self.stored.items()}
+
+    def parts(self, *names: str) -> dict[str, str]:
+        return {part: self.stored[part] for part in names if part in self.stored}
+
+
+def _recognized(module: _Module, where: str) -> _Packed | None:
     """How the weight of one projection is packed, by what lies beside it; None if it is not."""
-    shapes = {part: tuple(tensors.shapes[at]) for part, at in stored.items()}
-    said = config.get("quantization_config") or config.get("quantization") or {}
-    said = said if isinstance(said, Mapping) else {}
-    scheme = next((scheme for part, scheme in _REFUSED.items() if part in stored), None)
+    scheme = next((scheme for part, scheme in _REFUSED.items() if part in module.stored), None)
     if scheme is None:
         for recognize in (_by_groups, _mlx, _compressed, _bitsandbytes):
             try:
-                packed = recognize(module, stored, shapes, said, tensors)
+                packed = recognize(module)
             except (ValueError, KeyError, TypeError, ZeroDivisionError, AttributeError) as error:
                 raise LocaterError(
-                    f"{name} has {module} packed in a way that is not known "
+                    f"{where} has {module.name} packed in a way that is not known "
                     f"({type(error).__name__}: {error!s:.100}).",
-                    hint="audit the original model, of which this was made.",
+                    hint=_ORIGINAL,
                 ) from error
             if isinstance(packed, _Packed):
                 return packed
             scheme = scheme or packed
     if scheme is not None:
         raise LocaterError(
-            f"{name} holds weights packed by {scheme} ({module}), which is not undone here.",
-            hint="audit the original model, of which this was made.",
+            f"{where} holds weights packed by {scheme} ({module.name}), which is not undone here.",
+            hint=_ORIGINAL,
         )
     return None
 
 
-def _chosen(stored: Mapping[str, str], *parts: str) -> dict[str, str]:
-    return {part: stored[part] for part in parts if part in stored}
-
-
-def _by_groups(
-    module: str, stored: Mapping[str, str], shapes: Any, said: Mapping[str, Any], tensors: Tensors
-) -> _Packed | str | None:
+def _by_groups(module: _Module) -> _Packed | str | None:
     """GPTQ and AWQ: (q − zero) · scale, groups of inputs share zero and scale."""
+    stored, shapes, said = module.stored, module.shapes, module.said
     if "qweight" not in stored:
         return None
     if not {"qzeros", "scales"} <= set(stored) or said.get("checkpoint_format") == "marlin":
         return "GPTQ (another layout)"
     rows = shapes["scales"][1]
     bits = 32 * shapes["qzeros"][1] // rows
-    parts = _chosen(stored, "qweight", "qzeros", "scales", "g_idx")
+    parts = module.parts("qweight", "qzeros", "scales", "g_idx")
     if shapes["qweight"][1] == rows:  # packed along the inputs
         shift = 0 if said.get("checkpoint_format") == "gptq_v2" else 1
         shape = (rows, 32 * shapes["qweight"][0] // bits)
@@ -163,24 +173,21 @@ def _by_groups(
     def awq(part: Parts) -> Tensor:
         order = torch.arange(rows).view(-1, 8)[:, list(_AWQ_ORDER)].flatten()
         weight, zero = (unpack_bits(part[side], 4)[:, order] for side in ("qweight", "qzeros"))
-        scale = part["scales"].float()
-        groups = zero, scale
-        each = len(weight) // len(zero)
-        zero, scale = (group.repeat_interleave(each, 0) for group in groups)
+        groups = zero, part["scales"].float()
+        zero, scale = (one.repeat_interleave(len(weight) // len(zero), 0) for one in groups)
         return ((weight - zero) * scale).mT.contiguous()
 
     return _Packed("4-bit AWQ", (rows, shapes["qweight"][0]), parts, awq)
 
 
-def _mlx(
-    module: str, stored: Mapping[str, str], shapes: Any, said: Mapping[str, Any], tensors: Tensors
-) -> _Packed | str | None:
+def _mlx(module: _Module) -> _Packed | str | None:
     """MLX: scale · q + bias for every group of a row."""
-    if not {"weight", "scales"} <= set(stored):
+    shapes = module.shapes
+    if not {"weight", "scales"} <= set(shapes):
         return None
-    own = said.get(module)
-    own = {**said, **(own if isinstance(own, Mapping) else {})}
-    if "biases" not in stored or own.get("mode", "affine") != "affine":
+    own = module.said.get(module.name)
+    own = {**module.said, **(own if isinstance(own, Mapping) else {})}
+    if "biases" not in shapes or own.get("mode", "affine") != "affine":
         return f"MLX ({own.get('mode', 'without biases')})"
     size = int(own.get("group_size", 64))
     rows, columns = shapes["scales"][0], shapes["scales"][1] * size
@@ -192,20 +199,19 @@ def _mlx(
         )
         return unpack_bits(part["weight"], bits) * scale + bias
 
-    parts = _chosen(stored, "weight", "scales", "biases")
+    parts = module.parts("weight", "scales", "biases")
     return _Packed(f"{bits}-bit MLX", (rows, columns), parts, made)
 
 
-def _compressed(
-    module: str, stored: Mapping[str, str], shapes: Any, said: Mapping[str, Any], tensors: Tensors
-) -> _Packed | str | None:
+def _compressed(module: _Module) -> _Packed | str | None:
     """compressed-tensors: integers in 32-bit words, or pairs of 4-bit floats (NVFP4)."""
+    stored = module.stored
     if "weight_packed" not in stored:
         return None
-    rows, columns = shapes["weight_packed"]
+    rows, columns = module.shapes["weight_packed"]
     names = ("weight_packed", "weight_scale", "weight_global_scale", "weight_zero_point",
              "weight_shape", "weight_g_idx")  # fmt: skip
-    parts = _chosen(stored, *names)
+    parts = module.parts(*names)
     if "weight_global_scale" in stored:
 
         def nvfp4(part: Parts) -> Tensor:
@@ -215,7 +221,7 @@ def _compressed(
             return values * scale.repeat_interleave(values.shape[1] // scale.shape[1], 1)
 
         return _Packed("NVFP4 (compressed-tensors)", (rows, 2 * columns), parts, nvfp4)
-    groups = said.get("config_groups") or {}
+    groups = module.said.get("config_groups") or {}
     bits = next((int(one["weights"]["num_bits"]) for one in groups.values()), 0)
     if bits not in (4, 8) or "weight_g_idx" in stored or "weight_scale" not in stored:
         return f"compressed-tensors ({bits or 'an unknown number of'} bits)"
@@ -234,22 +240,20 @@ def _compressed(
     return _Packed(f"{bits}-bit compressed-tensors", shape, parts, integers)
 
 
-def _bitsandbytes(
-    module: str, stored: Mapping[str, str], shapes: Any, said: Mapping[str, Any], tensors: Tensors
-) -> _Packed | str | None:
+def _bitsandbytes(module: _Module) -> _Packed | str | None:
     """bitsandbytes: rows of 8-bit integers, or blocks of 4-bit codes whose scales may be coded."""
+    stored = module.stored
     if "SCB" in stored and "weight" in stored:
-        parts = _chosen(stored, "weight", "SCB", "weight_format")
         return _Packed(
             "8-bit bitsandbytes",
-            shapes["weight"],
-            parts,
+            module.shapes["weight"],
+            module.parts("weight", "SCB", "weight_format"),
             lambda part: part["weight"].float() * part["SCB"].float()[:, None] / 127,
         )
     states = [part for part in stored if part.startswith("weight.quant_state.bitsandbytes__")]
     if not states:
         return None
-    raw = tensors.read([stored[states[0]]])[stored[states[0]]]
+    raw = module.tensors.read([stored[states[0]]])[stored[states[0]]]
     state = json.loads(bytes(raw.tolist()))
     rows, columns = map(int, state["shape"])
 

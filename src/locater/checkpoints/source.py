@@ -81,15 +81,20 @@ class Tensors(Protocol):
         """Let go of the files."""
 
 
-class JoinedTensors:
-    """What is made of the tensors of several others: bytes are counted and files closed there."""
+class StoredTensors(Tensors):
+    """What is made of files or other tensors: bytes are counted and files closed there."""
 
-    _parts: Sequence[Tensors]
+    shapes: Mapping[str, tuple[int, ...]] = {}
+    config: Mapping[str, Any] = {}
+    """What they say of the model."""
+    caveats: tuple[str, ...] = ()
+    _parts: Sequence[Tensors | ByteSource] = ()
+    _own_bytes = 0
 
     @property
     def bytes_read(self) -> int:
-        """How many bytes were read so far."""
-        return sum(part.bytes_read for part in self._parts)
+        """How many bytes were read so far, headers' among them."""
+        return self._own_bytes + sum(part.bytes_read for part in self._parts)
 
     def close(self) -> None:
         """Let go of the files."""

@@ -11,7 +11,7 @@ import math
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from locater.control.stabilizers import METHODS, Stabilizer, stabilize
-from locater.engines import Engine, run_units
+from locater.engines import Engine, run_all
 from locater.errors import ConfigError, InputError, LocaterError, needing, unknown
-from locater.files import held, keep, kept, write_file
+from locater.files import held, keep, kept_of, write_file
 from locater.models.live import find_attention
 from locater.notebook import Shown
 from locater.probe.probe import Probe
@@ -309,38 +309,25 @@ def trial(
     plan = _Plan(model, blocks, config, fresh)
     folder = None if store is None else store / f"trial-{plan.digest()}"
     with held(folder):
-        results = dict(_stored(folder, plan, say))
-        report(len(results), len(config.units))
-        missing = [index for index in range(len(config.units)) if index not in results]
-        if missing:
+        paths, total = [], len(config.units)
+        if folder is not None:  # and find out now whether we may write
+            write_file(folder / "config.json", json.dumps(asdict(config), indent=2))
+            paths = [folder / f"run-{index:04d}.json" for index in range(total)]
+        done = kept_of(paths, lambda data: TrialRun(**data), say)
+        report(len(done), total)
+        if len(done) < total:
             plan.check()
-        work = partial(run_unit, plan)
-        runs = run_units(work, missing, engine=engine, workers=workers, ray_address=ray_address)
-        with closing(runs):
-            for index, run in runs:
-                if folder is not None:
-                    keep(_path(folder, index), asdict(run))
-                results[index] = run
-                report(len(results), len(config.units))
-    return Trial(config, [results[index] for index in range(len(config.units))])
-
-
-def _path(folder: Path, index: int) -> Path:
-    return folder / f"run-{index:04d}.json"
-
-
-def _stored(
-    folder: Path | None, plan: _Plan, say: Callable[[str], None]
-) -> Iterator[tuple[int, TrialRun]]:
-    """The runs that are there already."""
-    if folder is None:
-        return
-    settings = json.dumps(asdict(plan.config), indent=2)
-    write_file(folder / "config.json", settings)  # and find out now whether we may write
-    for index in range(len(plan.config.units)):
-        run = kept(_path(folder, index), lambda data: TrialRun(**data), say)
-        if run is not None:
-            yield index, run
+        runs = run_all(
+            partial(run_unit, plan),
+            total,
+            engine=engine,
+            workers=workers,
+            ray_address=ray_address,
+            report=report,
+            done=done,
+            keep=lambda index, run: keep(paths[index], asdict(run)) if paths else None,
+        )
+    return Trial(config, runs)
 
 
 def run_unit(plan: _Plan, index: int) -> TrialRun:
