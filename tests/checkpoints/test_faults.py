@@ -345,7 +345,7 @@ def test_what_nobody_foresaw_is_an_error_with_a_way_out(
     def broken(*_: object) -> None:
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr("locater.checkpoints.open._stored_config", broken)
+    monkeypatch.setattr("locater.checkpoints.open.unpacked", broken)
     with pytest.raises(LocaterError, match="ZeroDivisionError: division by zero"):
         open_checkpoint(tmp_path)
     monkeypatch.setenv("LOCATER_TRACEBACK", "1")

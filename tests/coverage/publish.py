@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.coverage.causes import causes_of
 
-from locater.models.coverage import Known
+from locater.models.recipes import Known
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "results" / "coverage.json"

@@ -8,7 +8,7 @@ import pytest
 from tests.coverage.check import check
 from tests.coverage.publish import PAGE, README, RESULTS, TABLE, counted, known_of, page, types
 
-from locater.models import coverage
+from locater.models.recipes import known
 
 MOST_USED = [
     "bert",
@@ -121,7 +121,8 @@ def test_every_family_that_people_use_was_put_to_the_test() -> None:
 def test_the_page_says_what_the_table_holds() -> None:
     assert PAGE.read_text() == page(known_of(json.loads(TABLE.read_text())))
     assert counted(known_of(json.loads(TABLE.read_text()))) in README.read_text()
-    assert coverage.every() == known_of(json.loads(TABLE.read_text()))
+    told = known_of(json.loads(TABLE.read_text()))
+    assert told == [known(one.model_type) for one in told]
 
 
 def test_the_table_says_what_the_sweep_found() -> None:
@@ -138,9 +139,7 @@ def _whole() -> dict[str, dict[str, object]]:
 
 
 def test_what_is_known_of_a_type_is_one_sentence() -> None:
-    assert coverage.known("bert").status == "verified"
-    assert "verified" in coverage.known("bert").sentence
-    assert coverage.known(None).status is None
-    assert coverage.known("align_vision_model").sentence == (
-        "unverified: it has no softmax attention"
-    )
+    assert known("bert").status == "verified"
+    assert "verified" in known("bert").sentence
+    assert known(None).status is None
+    assert known("align_vision_model").sentence == ("unverified: it has no softmax attention")

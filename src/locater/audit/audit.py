@@ -28,11 +28,10 @@ from locater.core.theory import REGIMES, Profile, attention_entropy, regime_of
 from locater.engines import one_thread, run_all
 from locater.errors import ConfigError, InputError, LocaterError, check_choice
 from locater.files import packaged
-from locater.models.coverage import known
 from locater.models.layout import AttentionLayout, Skipped
 from locater.models.live import AnyPair, discover
 from locater.models.names import Norm, Shapes, norms, plain_name
-from locater.models.recipes import RECIPES, Recipe
+from locater.models.recipes import RECIPES, Recipe, known
 from locater.models.resolve import INPUT_CAVEAT, layouts
 from locater.probe.samples import LARGEST_GAP, AttentionSamples, logit_gap, readable, sampled
 
@@ -41,6 +40,7 @@ Tensors = Mapping[str, Tensor]
 
 _SUMS = ("trace", "trace_of_square", "frobenius_squared", "mean", "dispersion", "asymmetry", "xi",
          "eta", "r")  # fmt: skip
+_ABOUT_LAYER = ("name", "part", "kind", "layer", "model", "head_dim", "temperature")
 _FROM_EIGENVALUES = ("variance", "nonnormality", "spectral_norm", "stable_rank", "singular_values")
 POSITIONS = 128
 """Rows keep ρ at about this many positions; regimes are read off all of them."""
@@ -129,11 +129,9 @@ class AuditConfig:
     @property
     def words(self) -> str:
         """The tokens, in words."""
-        said = (
-            "tokens of a given process"
-            if isinstance(self.process, TokenProcess)
-            else _WORDS[self.process].format(phi=self.phi)
-        )
+        said = "tokens of a given process"
+        if not isinstance(self.process, TokenProcess):
+            said = _WORDS[self.process].format(phi=self.phi)
         if self.processes:
             said = f"measured tokens of {len(self.processes)} layers; elsewhere {said}"
         return f"T = {self.length}, {said}"
@@ -185,9 +183,10 @@ class Layers:
         stored = [one for one in attentions if ".parametrizations." in " ".join(one.tensors)]
         skipped += [Skipped(name=attention.name, reason=_PARAMETRIZED) for attention in stored]
         attentions = [attention for attention in attentions if attention not in stored]
-        narrow = list(_narrow(attentions, checkpoint.config))
-        skipped += narrow
-        attentions = [one for one in attentions if one.name not in {cut.name for cut in narrow}]
+        reason = _narrow(attentions, checkpoint.config)
+        if reason:
+            skipped += [Skipped(name=attention.name, reason=reason) for attention in attentions]
+            attentions = []
         before = norms(checkpoint.shapes, checkpoint.config, attentions) if gains else {}
         about = (checkpoint.name, checkpoint.format, tuple(checkpoint.caveats))
         types = frozenset(_model_types(checkpoint.config))
@@ -239,19 +238,13 @@ class Layers:
         return words.get(found.status, "unverified"), found.sentence
 
     def form(
-        self,
-        layout: AttentionLayout,
-        tensors: Tensors,
-        *,
-        key_heads: slice = slice(None),
-        distances: int = 2,
-        gains: bool = True,
+        self, layout: AttentionLayout, tensors: Tensors, key_heads: slice = slice(None)
     ) -> QKForm:
         """Some heads' forms on tokens of unit variance: the norm's gains are in the factors.
 
         The norm's bias, the same for all tokens, acts on the logits as a bias of the queries.
         """
-        return _gained(*self.parts(layout, tensors, key_heads, distances, gains=gains))
+        return _gained(*self.parts(layout, tensors, key_heads, distances=2))
 
     def parts(
         self,
@@ -347,11 +340,8 @@ def _absent(
     """Layers that the config counts and whose queries and keys are nowhere among the tensors."""
     counted = config.get("num_hidden_layers", config.get("n_layer"))
     own = {attention.layer for attention in attentions if attention.kind == "self"}
-    if (
-        not isinstance(counted, int)
-        or len({attention.part for attention in attentions}) != 1
-        or skipped
-    ):
+    parts = {attention.part for attention in attentions}
+    if not isinstance(counted, int) or len(parts) != 1 or skipped:
         return []
     lost = [layer for layer in range(min(counted, 10_000)) if layer not in own]
     if not lost or not own or max(own) >= counted:
@@ -364,8 +354,8 @@ def _absent(
     return [Skipped(name=f"layer {shown}" if len(lost) == 1 else f"layers {shown}", reason=reason)]
 
 
-def _narrow(attentions: Sequence[AttentionLayout], config: Mapping[str, Any]) -> Iterator[Skipped]:
-    """Attentions that read fewer dimensions than a token of this model has, all of them the same.
+def _narrow(attentions: Sequence[AttentionLayout], config: Mapping[str, Any]) -> str | None:
+    """Why attentions read fewer dimensions than a token of this model has, all of them the same.
 
     So do weights that are packed, or that a config of another model lies beside.  Models that
     narrow their tokens on purpose say so in their config or have stages of several widths.
@@ -373,14 +363,13 @@ def _narrow(attentions: Sequence[AttentionLayout], config: Mapping[str, Any]) ->
     width = next((config[key] for key in _WIDTHS if isinstance(config.get(key), int)), None)
     alone = not any(isinstance(value, Mapping) and _WIDTHS[0] in value for value in config.values())
     if width is None or not alone or any("bottleneck" in key for key in config):
-        return
-    if len({attention.model for attention in attentions}) == 1 and attentions[0].model < width:
-        for attention in attentions:
-            reason = (
-                f"it reads {attention.model} dimensions, and the model has {width}: its weights "
-                "are packed, or the config is that of another model"
-            )
-            yield Skipped(name=attention.name, reason=reason)
+        return None
+    if len({attention.model for attention in attentions}) != 1 or attentions[0].model >= width:
+        return None
+    return (
+        f"it reads {attentions[0].model} dimensions, and the model has {width}: its weights "
+        "are packed, or the config is that of another model"
+    )
 
 
 def blocks(layout: AttentionLayout) -> Iterator[slice]:
@@ -547,8 +536,7 @@ def audit_layers(
 
     every = run_all(work, len(wanted), workers=workers, report=report)
     rows = [row for made in every if not isinstance(made, Skipped) for row in made]
-    skipped = [made for made in every if isinstance(made, Skipped)]
-    skipped = [*layers.skipped, *skipped]
+    skipped = [*layers.skipped, *(made for made in every if isinstance(made, Skipped))]
     if not rows:
         reasons = "; ".join(f"{one.name or 'the model'}: {one.reason}" for one in skipped[:4])
         raise InputError(
@@ -584,24 +572,15 @@ class Auditor:
         draws = _draws(measured) if measured else self._draws
         rows: list[HeadRecord] = []
         status, _ = layers.status(layout)
-        for key_heads in blocks(layout):
-            form, gain = layers.parts(
-                layout,
-                tensors,
-                key_heads,
-                process.tokens,
-                gains=measured is None,  # measured tokens carry them
-            )
-            columns = self._columns(layout, form, gain, process, draws)
-            lists = {name: column.tolist() for name, column in columns.items()}
-            regimes = lists.pop("regime")
-            start = len(rows)
-            rows += [
-                _record(layout, start + head, REGIMES[regime], lists, head)
-                for head, regime in enumerate(regimes)
-            ]
         seen = self.seen.get(layout.name)
-        return [_judged(row, status, process.tokens, seen) for row in rows]
+        with_gains = measured is None  # measured tokens carry them
+        for key_heads in blocks(layout):
+            parts = layers.parts(layout, tensors, key_heads, process.tokens, gains=with_gains)
+            columns = self._columns(layout, *parts, process, draws)
+            for values in zip(*(column.tolist() for column in columns.values()), strict=True):
+                head = dict(zip(columns, values, strict=True)) | {"status": status}
+                rows.append(_record(layout, len(rows), head, process.tokens, seen))
+        return rows
 
     def _columns(
         self,
@@ -618,11 +597,9 @@ class Auditor:
         spectrum = plain = still.spectrum(process.covariance, share=share, gain=gain)
         if process.covariance is not None:  # the null is about the weights themselves
             plain = still.spectrum(share=share)
-        columns = _spectral_columns(spectrum, eigenvalues=settings.eigenvalues) | null_columns(
-            plain,
-            head_dim=layout.head_dim,
-            model=layout.model,
-            eigenvalues=settings.eigenvalues,
+        columns = _spectral_columns(spectrum, eigenvalues=settings.eigenvalues)
+        columns |= null_columns(
+            plain, head_dim=layout.head_dim, model=layout.model, eigenvalues=settings.eigenvalues
         )
         is_cross = layout.kind == "cross"
         # on measured tokens every key is at its own distance, unless one was asked for
@@ -659,43 +636,28 @@ def _spectral_columns(spectrum: Spectrum, *, eigenvalues: bool) -> dict[str, Ten
 
 
 def _record(
-    layout: AttentionLayout,
-    head: int,
-    regime: str,
-    columns: Mapping[str, list[Any]],
-    place: int,
+    layout: AttentionLayout, head: int, columns: dict[str, Any], tokens: int, seen: OnText | None
 ) -> HeadRecord:
-    return HeadRecord(
-        name=layout.name,
-        part=layout.part,
-        kind=layout.kind,
-        layer=layout.layer,
-        head=head,
-        kv_head=head // (layout.heads // layout.kv_heads),
-        model=layout.model,
-        head_dim=layout.head_dim,
-        temperature=layout.temperature,
-        regime=regime,
-        **{name: _plain(name, column[place]) for name, column in columns.items()},
-    )
-
-
-def _judged(row: HeadRecord, status: Status, tokens: int, seen: OnText | None) -> HeadRecord:
-    """The row with what is known of its form, what was measured, and the verdict."""
-    measured: dict[str, Any] = {"status": status}
+    """The row of a head, with what was measured and the verdict."""
+    row = {name: _plain(name, value) for name, value in columns.items()}
+    row["regime"] = REGIMES[row["regime"]]
     if seen is not None:
-        measured |= {
-            "measured_entropy": seen.entropy[row.head].item(),
-            "measured_error": seen.entropy_error[row.head].item(),
+        row |= {
+            "measured_entropy": seen.entropy[head].item(),
+            "measured_error": seen.entropy_error[head].item(),
             "logit_gap": seen.logit_gap,
         }
     verdict, reason = judge(
-        entropy=measured.get("measured_entropy"),
+        entropy=row.get("measured_entropy"),
         tokens=tokens if seen is None else seen.keys,
-        logit_gap=measured.get("logit_gap"),
-        status=status,
+        logit_gap=row.get("logit_gap"),
+        status=row["status"],
     )
-    return replace(row, verdict=verdict, reason=reason, **measured)
+    about = {name: getattr(layout, name) for name in _ABOUT_LAYER}
+    group = layout.heads // layout.kv_heads
+    return HeadRecord(
+        **about, **row, head=head, kv_head=head // group, verdict=verdict, reason=reason
+    )
 
 
 def _plain(name: str, value: Any) -> Any:
@@ -716,11 +678,14 @@ def _head(
     for sentence, count in said.most_common():
         yield sentence if len(said) == 1 else f"{sentence} ({count} of {len(layouts)} layers)"
     if not seen:
+        ask = "use --text FILE (blocks=) for verdicts"
         yield (
-            "no text was read: use --text FILE (blocks=) for verdicts; ρ, regimes and entropies "
-            f"are those of assumed tokens ({settings.words})"
-            if not settings.processes
-            else "no attention was measured: use --text FILE (blocks=) for verdicts"
+            f"no attention was measured: {ask}"
+            if settings.processes
+            else (
+                f"no text was read: {ask}; ρ, regimes and entropies are those of assumed tokens "
+                f"({settings.words})"
+            )
         )
         return
     worst = max(seen.values(), key=lambda layer: layer.logit_gap).logit_gap
@@ -748,16 +713,12 @@ def _caveats(settings: AuditConfig, layers: Layers) -> Iterator[str]:
     if settings.gains and count < len(layouts):
         yield f"no norm is known before {len(layouts) - count} attentions: W_QK stands as stored"
     if any(layout.rotary for layout in layouts):
-        where = (
-            "a query and a key at the same position"
-            if not settings.offset
-            else f"a key {settings.offset} tokens before its query"
-        )
-        rest = (
-            "; ρ and entropy on measured tokens have every key at its own distance"
-            if settings.processes and not settings.offset
-            else "; attention at other distances differs, and with it entropy"
-        )
+        where = "a query and a key at the same position"
+        rest = "; attention at other distances differs, and with it entropy"
+        if settings.offset:
+            where = f"a key {settings.offset} tokens before its query"
+        elif settings.processes:
+            rest = "; ρ and entropy on measured tokens have every key at its own distance"
         yield f"rotary heads are taken at offset {settings.offset}: W_Qᵀ R W_K of {where}{rest}"
     said = [
         caveat.partition(": the spectrum is")[0]  # the offset is named above

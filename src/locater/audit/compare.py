@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Unpack
@@ -16,6 +16,7 @@ from locater.audit.audit import (
     AuditConfig,
     AuditKeywords,
     Layers,
+    Report,
     audit_checkpoint,
     audit_layers,
     blocks,
@@ -30,7 +31,6 @@ from locater.errors import InputError, LocaterError
 from locater.models.layout import AttentionLayout, Skipped
 from locater.notebook import Shown
 
-Report = Callable[[int, int], None]
 TRACKED = ("r", "eta", "xi", "trace", "mean", "variance", "spectral_norm", "entropy",
            "entropy_bound", "effective_tokens", "peak", "tokens_on")  # fmt: skip
 """The columns that a comparison subtracts and a timeline follows."""
@@ -224,8 +224,7 @@ def _distances(
     left, right = first.tensors(ours), second.tensors(theirs)
     changes: list[float] = []
     for key_heads in blocks(ours):
-        before = first.form(ours, left, key_heads=key_heads)
-        after = second.form(theirs, right, key_heads=key_heads)
+        before, after = first.form(ours, left, key_heads), second.form(theirs, right, key_heads)
         changes += relative_change(before, after).tolist()
     return changes
 
@@ -251,16 +250,16 @@ def _change(before: HeadRecord, after: HeadRecord, distance: float) -> HeadChang
         one, other = getattr(before, column), getattr(after, column)
         changes[column] = None if one is None or other is None else other - one
     return HeadChange(
-        name=before.name,
-        part=before.part,
-        kind=before.kind,
-        layer=before.layer,
-        head=before.head,
+        **_about(before),
         distance=distance,
         changes=changes,
         regime_before=before.regime,
         regime_after=after.regime,
     )
+
+
+def _about(row: HeadRecord) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in ("name", "part", "kind", "layer", "head")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,18 +282,13 @@ class Timeline:
     def trajectories(self) -> list[dict[str, Any]]:
         """One record per head: its columns as lists over the checkpoints, None where it lacks."""
         heads: dict[tuple[Any, ...], list[HeadRecord | None]] = {}
+        # names tell heads apart that places do not, but a prefix may differ between them
+        is_unclear = any(len(set(map(_place, one.rows))) < len(one.rows) for one in self.audits)
         for place, audit in enumerate(self.audits):
             for row in audit.rows:
-                key = (row.name, row.head) if self._by_name else _place(row)
+                key = (row.name, row.head) if is_unclear else _place(row)
                 heads.setdefault(key, [None] * len(self.audits))[place] = row
         return [_trajectory(track) for track in heads.values()]
-
-    @property
-    def _by_name(self) -> bool:
-        """Whether names tell heads apart that places do not; a prefix may differ between names."""
-        return any(
-            len({_place(row) for row in audit.rows}) < len(audit.rows) for audit in self.audits
-        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values: the checkpoints' summaries and every head's trajectory."""
@@ -318,11 +312,9 @@ def _place(row: HeadRecord) -> tuple[Any, ...]:
 
 def _trajectory(track: Sequence[HeadRecord | None]) -> dict[str, Any]:
     first = next(row for row in track if row is not None)
-    about = {name: getattr(first, name) for name in ("name", "part", "kind", "layer", "head")}
-    followed = ("verdict", "regime", *TRACKED)
-    return about | {
+    return _about(first) | {
         column: [None if row is None else getattr(row, column) for row in track]
-        for column in followed
+        for column in ("verdict", "regime", *TRACKED)
     }
 
 

@@ -177,21 +177,7 @@ class Audit(Shown):
     def __post_init__(self) -> None:
         """Names come from files: what no text can hold is replaced before anybody writes it."""
         for one in fields(self):
-            value = getattr(self, one.name)
-            if one.name == "rows":
-                value = tuple(
-                    row if row.name.isascii() else replace(row, name=text_of(row.name))
-                    for row in value
-                )
-            elif one.name == "skipped":
-                value = tuple(
-                    Skipped(name=text_of(part.name), reason=text_of(part.reason)) for part in value
-                )
-            elif isinstance(value, str):
-                value = text_of(value)
-            elif one.name in ("head", "caveats"):
-                value = tuple(map(text_of, value))
-            object.__setattr__(self, one.name, value)
+            object.__setattr__(self, one.name, _written(getattr(self, one.name)))
 
     @property
     def is_measured(self) -> bool:
@@ -212,8 +198,7 @@ class Audit(Shown):
         left = f" {len(self.skipped)} could not be read (skipped)." if self.skipped else ""
         text = (
             f"{self.name}: {len(self.rows)} head{'s'[: len(self.rows) != 1]} in {layers} attention "
-            f"layer{'s'[: layers != 1]} ({self.format}); "
-            f"{said}. "
+            f"layer{'s'[: layers != 1]} ({self.format}); {said}. "
         )
         if self.rows:
             large = sum(abs(row.r) > 2 for row in self.rows)
@@ -250,7 +235,7 @@ class Audit(Shown):
             "skipped": [asdict(one) for one in self.skipped],
             "bytes_read": self.bytes_read,
             "positions": list(self.positions),
-            "rows": [row.to_dict() for row in self.rows],
+            "rows": self._table(),
         }
 
     @classmethod
@@ -304,11 +289,8 @@ class Audit(Shown):
         text = io.StringIO()
         writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
         writer.writeheader()
-        for row in self.rows:
-            cells = row.to_dict()
-            for name in LIST_COLUMNS:
-                cells[name] = json.dumps(cells[name])
-            writer.writerow(cells)
+        for row in self._table():
+            writer.writerow(row | {name: json.dumps(row[name]) for name in LIST_COLUMNS})
         return text.getvalue()
 
     def to_parquet(self) -> bytes:
@@ -316,9 +298,11 @@ class Audit(Shown):
         with needing("pyarrow", extra="hub"):
             import pyarrow  # type: ignore[import-untyped]
             from pyarrow import parquet
-        table = pyarrow.Table.from_pylist(
-            [row.to_dict() for row in self.rows], schema=_parquet_schema(pyarrow)
-        )
+        # one type per column, so that a column of Nones is still one of numbers
+        kinds = dict.fromkeys(("str", "Verdict", "Status"), pyarrow.string())
+        kinds |= {"int": pyarrow.int64(), "tuple[float, ...]": pyarrow.list_(pyarrow.float64())}
+        schema = [(one.name, kinds.get(one.type, pyarrow.float64())) for one in fields(HeadRecord)]
+        table = pyarrow.Table.from_pylist(self._table(), schema=pyarrow.schema(schema))
         about = {name: value for name, value in self.to_dict().items() if name != "rows"}
         stored = table.replace_schema_metadata({"locater": json.dumps(about)})
         sink = io.BytesIO()
@@ -329,6 +313,19 @@ class Audit(Shown):
 def text_of(value: str) -> str:
     """A text that can be written: half of a surrogate pair, which JSON can spell, becomes `?`."""
     return value if value.isascii() else value.encode("utf-8", "replace").decode()
+
+
+def _written(value: Any) -> Any:
+    """A field of an audit whose texts can be written."""
+    if isinstance(value, str):
+        return text_of(value)
+    if isinstance(value, list | tuple):
+        return tuple(map(_written, value))
+    if isinstance(value, Skipped):
+        return Skipped(name=text_of(value.name), reason=text_of(value.reason))
+    if isinstance(value, HeadRecord) and not value.name.isascii():
+        return replace(value, name=text_of(value.name))
+    return value
 
 
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -360,15 +357,6 @@ def _edited(what: str) -> InputError:
     return InputError(
         f"this is not an audit as one was written: {what}.",
         hint="it was edited or damaged: make it again with `locater audit --json`.",
-    )
-
-
-def _parquet_schema(pyarrow: Any) -> Any:
-    """One type per column, so that a column of Nones is still one of numbers."""
-    kinds = dict.fromkeys(("str", "Verdict", "Status"), pyarrow.string())
-    kinds |= {"int": pyarrow.int64(), "tuple[float, ...]": pyarrow.list_(pyarrow.float64())}
-    return pyarrow.schema(
-        [(one.name, kinds.get(str(one.type), pyarrow.float64())) for one in fields(HeadRecord)]
     )
 
 

@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NoReturn
 
 import numpy
@@ -41,26 +40,12 @@ from locater.errors import LocaterError, needing
 LARGEST_HEADER = 100_000_000  # bytes, as the reference implementation has it
 
 _TORCH_NAMES = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "U16": "uint16",
-    "I16": "int16",
-    "U32": "uint32",
-    "I32": "int32",
-    "U64": "uint64",
-    "I64": "int64",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F32": "float32",
-    "F64": "float64",
-    "C64": "complex64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32",
+    "I32": "int32", "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16",
+    "F32": "float32", "F64": "float64", "C64": "complex64", "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "F8_E8M0": "float8_e8m0fnu",
-}
+}  # fmt: skip
 _BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}  # stored by others; passed over, not read
 _BITS |= {
     name: 8 * getattr(torch, dtype).itemsize
@@ -249,8 +234,7 @@ class PytorchFile(StoredTensors):
             self._mapped = file.read(4) == ZIP
         if self._mapped:
             check_stored(path, str(path))
-        found = self._load(map_location="meta")
-        state, self.config = state_of(found, str(path))
+        state, self.config = state_of(self._load(map_location="meta"), str(path))
         self.caveats = () if self._mapped else (f"{path.name} is {_WHOLE}",)
         self._sizes = {
             name: tensor.numel() * tensor.element_size() for name, tensor in state.items()
@@ -345,11 +329,10 @@ def state_of(found: Any, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
             hint="save model.state_dict() and give that.",
         )
     places = [found, *(found[key] for key in _STATES if isinstance(found.get(key), Mapping))]
-    for place in places:
-        state = {str(key): value for key, value in place.items() if isinstance(value, Tensor)}
-        if state:
-            break
-    else:
+    states = [{str(key): value for key, value in place.items() if isinstance(value, Tensor)}
+              for place in places]  # fmt: skip
+    state = next(filter(None, states), None)
+    if state is None:
         seen = ", ".join(map(str, list(found)[:8]))
         raise LocaterError(
             f"{name} holds no tensors where a state dict has them; it holds {seen or 'nothing'}.",
@@ -483,10 +466,9 @@ class DistributedTensors(StoredTensors):
             inside = zip(offsets, box, shapes[index.fqn], strict=True)
             if not all(low >= 0 and low + size <= side for low, size, side in inside):
                 raise ValueError(f"a chunk of {index.fqn!r:.60} lies outside of it")
-            file = shard_name(place.relative_path, where)
-            chunks[index.fqn].append(
-                _Chunk(offsets, box, file, int(place.offset), int(place.length))
-            )
+            file, start, length = place.relative_path, int(place.offset), int(place.length)
+            chunk = _Chunk(offsets, box, shard_name(file, where), start, length)
+            chunks[index.fqn].append(chunk)
         for name, boxes in chunks.items():
             if sum(math.prod(chunk.sizes) for chunk in boxes) != math.prod(shapes[name]):
                 raise ValueError(f"chunks of {name!r:.60} are missing")
@@ -538,6 +520,9 @@ def _dtype(properties: Any) -> torch.dtype:
     return said
 
 
+_ORBAX = (
+    "an Orbax checkpoint (JAX)", "restore it in JAX and write it with safetensors.flax.save_file"
+)  # fmt: skip
 _FOREIGN = {
     ".onnx": ("an ONNX graph", "give the PyTorch model that it was exported from"),
     ".keras": ("a Keras model", "save it from PyTorch, or its weights as safetensors"),
@@ -551,14 +536,8 @@ _FOREIGN = {
     ".nemo": ("a NeMo archive", "unpack it (tar xf) and give the weights in it"),
     ".mlmodel": ("a Core ML model", "give the model that it was converted from"),
     ".engine": ("a TensorRT engine", "give the model that it was built from"),
-    "manifest.ocdbt": (
-        "an Orbax checkpoint (JAX)",
-        "restore it in JAX and write it with safetensors.flax.save_file",
-    ),
-    "_CHECKPOINT_METADATA": (
-        "an Orbax checkpoint (JAX)",
-        "restore it in JAX and write it with safetensors.flax.save_file",
-    ),
+    "manifest.ocdbt": _ORBAX,
+    "_CHECKPOINT_METADATA": _ORBAX,
     "saved_model.pb": ("a TensorFlow model", "give the model's safetensors version"),
     ".ckpt.index": ("a TensorFlow checkpoint", "give the model's safetensors version"),
 }
@@ -641,7 +620,10 @@ class GgufFile(TensorFile):
     """The tensors of one GGUF file, dequantized to float32."""
 
     def __init__(self, source: ByteSource) -> None:
-        self._gguf = _package()
+        with needing("gguf", extra="hub"):
+            import gguf
+            import gguf.quants
+        self._gguf: Any = gguf
         metadata, entries = _Header(source).parse(self._gguf)
         super().__init__(source, {_renamed(name): entry for name, entry in entries.items()})
         self.config = gguf_config(metadata)
@@ -749,13 +731,6 @@ def _gguf_windows(metadata: Mapping[str, Any], family: str, layers: int) -> list
     return [True] * layers
 
 
-def _package() -> ModuleType:
-    with needing("gguf", extra="hub"):
-        import gguf
-        import gguf.quants
-    return gguf
-
-
 class _Header:
     """Reads a header from its beginning, in blocks."""
 
@@ -764,7 +739,7 @@ class _Header:
         self._data = b""
         self._place = 0
 
-    def parse(self, gguf: ModuleType) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
+    def parse(self, gguf: Any) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
         """The metadata and where the tensors lie."""
         if self._take(4) != MAGIC:
             raise self._bad("does not begin with GGUF")
@@ -797,7 +772,7 @@ class _Header:
         return name, tuple(reversed(sides)), self._number("I"), self._number("Q")
 
     def _entry(
-        self, gguf: ModuleType, name: str, shape: tuple[int, ...], kind: int, start: int
+        self, gguf: Any, name: str, shape: tuple[int, ...], kind: int, start: int
     ) -> StoredTensor:
         try:
             block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]

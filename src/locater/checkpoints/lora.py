@@ -57,7 +57,6 @@ class LoraTensors(StoredTensors):
         self._replaced: dict[str, str] = {}
         self._shifts: dict[str, _Change] = {}
         lost = self._match_changes()
-        self._match_shifts()
         if adapter is not base:
             lost += self._match_replaced()
         if not self._changes and adapter is base:
@@ -107,8 +106,10 @@ class LoraTensors(StoredTensors):
             target = self._target(change)
             if target is None:
                 lost.append(change.module)
-            else:
-                self._changes[target] = change
+                continue
+            self._changes[target] = change
+            if _SHIFT in change.parts:  # lora_bias
+                self._shifts[self._bias(change)] = change
         return lost
 
     def _target(self, change: _Change) -> str | None:
@@ -116,11 +117,8 @@ class LoraTensors(StoredTensors):
         factors = [change.parts.get(side, "") for side in ("lora_A", "lora_B")]
         if any(len(self._adapter.shapes.get(factor, ())) != 2 for factor in factors):
             return None
-        for leaf in ("weight", "in_proj_weight"):
-            found = self._find(f"{change.module}.{leaf}")
-            if found is not None:
-                return found
-        return None
+        found = (self._find(f"{change.module}.{leaf}") for leaf in ("weight", "in_proj_weight"))
+        return next(filter(None, found), None)
 
     def _find(self, name: str) -> str | None:
         """A tensor of the base by its plain name, though a head may be wrapped around either."""
@@ -155,18 +153,15 @@ class LoraTensors(StoredTensors):
             needed += [part for key, part in change.parts.items() if key != _SHIFT]
         return needed if shift is None else [*needed, shift.parts[_SHIFT]]
 
-    def _match_shifts(self) -> None:
-        """Find the biases that lora_bias adds to."""
-        for change in self._changes.values():
-            if _SHIFT not in change.parts:
-                continue
-            target = self._find(f"{change.module}.bias")
-            if target is None:
-                raise LocaterError(
-                    f"the adapter {self._name} adds a bias to {change.module}, which has none.",
-                    hint=MERGE,
-                )
-            self._shifts[target] = change
+    def _bias(self, change: _Change) -> str:
+        """The base's bias that a module's change adds to."""
+        target = self._find(f"{change.module}.bias")
+        if target is None:
+            raise LocaterError(
+                f"the adapter {self._name} adds a bias to {change.module}, which has none.",
+                hint=MERGE,
+            )
+        return target
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Read these tensors, merged with the adapter's."""

@@ -44,8 +44,7 @@ from locater.checkpoints.source import (
     Say,
     StoredTensors,
     Tensors,
-    document,
-    json_object,
+    json_document,
     read_bytes,
     refuse_pointer,
     shard_name,
@@ -143,19 +142,13 @@ def open_checkpoint(
     model without one.  `say` hears where somebody has to wait.
     """
     with guarded(f"{source!s:.200}", hint=_UNFORESEEN):
-        return _open(source, base, config or {}, say)
-
-
-def _open(
-    source: str | Path, base: str | Path | None, given: Mapping[str, Any], say: Say
-) -> Checkpoint:
-    place, choice = _find(source, say)
-    if ADAPTER_CONFIG in place.names() and choice.files[:1] and _is_adapter(choice.files[0]):
-        return _adapted(str(source), place, choice, base, given, say)
-    found = _opened(str(source), place, choice, given)
-    if base is not None:
-        found.caveats += (f"a base was given and not used: {source} is not an adapter",)
-    return found
+        place, choice = _find(source, say)
+        if ADAPTER_CONFIG in place.names() and choice.is_adapter:
+            return _adapted(str(source), place, choice, base, config or {}, say)
+        found = _opened(str(source), place, choice, config or {})
+        if base is not None:
+            found.caveats += (f"a base was given and not used: {source} is not an adapter",)
+        return found
 
 
 def _find(source: str | Path, say: Say = silent) -> tuple[Place, Choice]:
@@ -211,10 +204,7 @@ def _named_on_the_hub(text: str) -> re.Match[str] | None:
     """`org/name`, if nothing here is called so: what looks like a path is never asked for."""
     if text.startswith((".", "/", "~")) or os.path.lexists(text):
         return None
-    found = _HUB_ID.fullmatch(text)
-    if found is None or os.path.lexists(text.split("/")[0]):
-        return None
-    return found
+    return None if os.path.lexists(text.split("/")[0]) else _HUB_ID.fullmatch(text)
 
 
 def _find_url(url: str, say: Say = silent) -> tuple[Place, Choice]:
@@ -238,6 +228,11 @@ class Choice:
 
     files: tuple[str, ...]
     index: str | None = None
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether the first file is one of PEFT's."""
+        return bool(self.files) and self.files[0].startswith("adapter_model.")
 
 
 class _NoneHereError(LocaterError):
@@ -300,10 +295,6 @@ def _file_choice(name: str) -> Choice:
     return Choice((), name) if name.endswith(".index.json") else Choice((name,))
 
 
-def _is_adapter(name: str) -> bool:
-    return name.startswith("adapter_model.")
-
-
 def _adapted(
     name: str,
     place: Place,
@@ -313,7 +304,7 @@ def _adapted(
     say: Say,
 ) -> Checkpoint:
     """Open an adapter and what it stands on."""
-    settings = _settings(place)
+    settings = json_document(place, ADAPTER_CONFIG)
     said = settings.get("base_model_name_or_path")
     stands_on = base or said
     if not stands_on:
@@ -329,7 +320,7 @@ def _adapted(
         )
     try:
         below, files = _find(stands_on, say)
-        if files.files[:1] and _is_adapter(files.files[0]):
+        if files.is_adapter:
             raise LocaterError(f"{stands_on} is an adapter itself.")
         under = _opened(str(stands_on), below, files, given)
     except LocaterError as error:
@@ -340,11 +331,6 @@ def _adapted(
     merged = _merged(name, place, choice, under.tensors, settings)
     caveats = (*place.caveats, *under.caveats, *merged.caveats)
     return Checkpoint(name, "lora", merged, config=under.config, caveats=caveats)
-
-
-def _settings(place: Place) -> dict[str, Any]:
-    """What an adapter's config says."""
-    return json_object(document(place, ADAPTER_CONFIG), f"{place.name}/{ADAPTER_CONFIG}")
 
 
 def _merged(
@@ -364,13 +350,14 @@ def open_adapter(source: str | Path, base: Tensors, *, say: Say = silent) -> Lor
     """Open a LoRA adapter, as PEFT saves it, over tensors that are here: a running model's."""
     with guarded(f"{source!s:.200}", hint=_UNFORESEEN):
         place, choice = _find(source, say)
-        if ADAPTER_CONFIG not in place.names() or not any(map(_is_adapter, choice.files)):
+        if ADAPTER_CONFIG not in place.names() or not choice.is_adapter:
             raise LocaterError(
                 f"{source} holds no LoRA adapter.",
                 hint="give a folder or hub id with adapter_config.json and "
                 "adapter_model.safetensors, as PEFT saves them.",
             )
-        return _merged(str(source), place, choice, base, _settings(place))
+        settings = json_document(place, ADAPTER_CONFIG)
+        return _merged(str(source), place, choice, base, settings)
 
 
 def _opened(name: str, place: Place, choice: Choice, given: Mapping[str, Any]) -> Checkpoint:
@@ -378,7 +365,9 @@ def _opened(name: str, place: Place, choice: Choice, given: Mapping[str, Any]) -
     before = place.caveats
     format, tensors = _tensors(place, choice)
     try:
-        config = {**tensors.config, **_stored_config(place), **given}
+        beside = [name for name in CONFIGS if name in place.names()]
+        stored = json_document(place, beside[0]) if beside else {}
+        config = {**tensors.config, **stored, **given}
         caveats = [*before, *place.caveats]  # more are known when files are open
         if not config:
             caveats.append(NO_CONFIG)
@@ -396,15 +385,6 @@ def _opened(name: str, place: Place, choice: Choice, given: Mapping[str, Any]) -
     return Checkpoint(name, format, tensors, config=config, caveats=caveats)
 
 
-def _stored_config(place: Place) -> dict[str, Any]:
-    """What the config beside a checkpoint says."""
-    names = place.names()
-    for name in CONFIGS:
-        if name in names:
-            return json_object(document(place, name), f"{place.name}/{name}")
-    return {}
-
-
 def _tensors(place: Place, choice: Choice) -> tuple[Format, StoredTensors]:
     """The tensors of the chosen files, and the format of those."""
     if choice.index is None and len(choice.files) == 1:
@@ -415,26 +395,22 @@ def _tensors(place: Place, choice: Choice) -> tuple[Format, StoredTensors]:
     shards = choice.files if homes is None else tuple(dict.fromkeys(homes.values()))
     with ThreadPoolExecutor(_OPENERS) as pool:
         pending = [pool.submit(_file, place, shard) for shard in shards]
-    opened = {
-        shard: work.result()
-        for shard, work in zip(shards, pending, strict=True)
-        if work.exception() is None
-    }
-    files = {shard: tensors for shard, (_, tensors) in opened.items()}
     try:
-        for work in pending:
-            work.result()
-        return opened[shards[0]][0], ShardedTensors(files, homes, choice.index)
+        formats, files = zip(*(work.result() for work in pending), strict=True)
+        return formats[0], ShardedTensors(
+            dict(zip(shards, files, strict=True)), homes, choice.index
+        )
     except BaseException:
-        for tensors in files.values():
-            tensors.close()
+        for work in pending:
+            if work.exception() is None:
+                work.result()[1].close()
         raise
 
 
 def _weight_map(place: Place, index: str) -> dict[str, str]:
     """Which shard holds which tensor, as an index says; every shard must be there."""
     where = f"{place.name}/{index}"
-    said = json_object(document(place, index), where).get("weight_map")
+    said = json_document(place, index).get("weight_map")
     if not isinstance(said, dict) or not said:
         raise LocaterError(f"{where} has no weight_map.", hint="download it again.")
     homes = {str(name): shard_name(shard, where) for name, shard in said.items()}

@@ -24,16 +24,10 @@ _ATTENTION = re.compile(
     r"(?:\w+_)?(?:w?qk?v?|w?k|kv|query|key)(?:_\w+)?|c_attn|attn|in_proj|Wqkv", re.I
 )
 _REFUSED = {
-    "q_weight": "EXL2",
-    "trellis": "EXL3",
-    "W_q": "HQQ",
-    "codebooks": "AQLM",
-    "Qidxs": "QuIP#",
-    "centroids.weight": "VPTQ",
-    "weight_scale_2": "NVFP4 of ModelOpt",
-    "weight_blocks": "MXFP4",
+    "q_weight": "EXL2", "trellis": "EXL3", "W_q": "HQQ", "codebooks": "AQLM", "Qidxs": "QuIP#",
+    "centroids.weight": "VPTQ", "weight_scale_2": "NVFP4 of ModelOpt", "weight_blocks": "MXFP4",
     "weight._data": "Quanto",
-}
+}  # fmt: skip
 """What a projection has beside its weight, or in its place, where the scheme is not undone."""
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)

@@ -23,16 +23,11 @@ _POINTER = b"version https://git-lfs.github.com/spec"
 LARGEST_DOCUMENT = 1 << 26  # bytes of a config or an index
 
 PREFERRED = (
-    "adapter_model.safetensors",
-    "adapter_model.bin",
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-    "diffusion_pytorch_model.safetensors",
-    "diffusion_pytorch_model.safetensors.index.json",
+    "adapter_model.safetensors", "adapter_model.bin", "model.safetensors",
+    "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
+    "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.safetensors.index.json",
     "diffusion_pytorch_model.bin",
-)
+)  # fmt: skip
 """What libraries call a checkpoint, the first that is there being the one meant."""
 CONFIGS = ("config.json", "params.json")
 ADAPTER_CONFIG = "adapter_config.json"
@@ -269,6 +264,11 @@ def document(place: Place, name: str) -> bytes:
         return read_bytes(source, 0, source.size)
     finally:
         source.close()
+
+
+def json_document(place: Place, name: str) -> dict[str, Any]:
+    """A small JSON file that must hold an object."""
+    return json_object(document(place, name), f"{place.name}/{name}")
 
 
 def read_bytes(source: ByteSource, start: int, length: int) -> bytes:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -57,6 +56,12 @@ class TrainCommand(TrainConfig):
     """Print the last measurement as JSON."""
 
 
+_TALK = (
+    "loss {task.fields[loss]:.3f}  ppl {task.fields[ppl]:.1f}  entropy {task.fields[entropy]:.3f}  "
+    "{task.fields[speed]:,.0f} tokens/s"
+)
+
+
 def do_train(arguments: Sequence[str]) -> None:
     """Train, or go on with a run, then print what came out."""
     start = preset_named(flag("preset", arguments, TrainCommand.preset))
@@ -64,7 +69,17 @@ def do_train(arguments: Sequence[str]) -> None:
     command = parse(TrainCommand, "train", arguments, default=default)
     corpus = corpus_name(command.data, command.task)
     config = TrainConfig(**values(TrainConfig, command) | {"corpus": corpus})
-    with _bar(config.steps) as report:
+    is_first = not int(os.environ.get("RANK", "0"))
+    unknown = dict.fromkeys(("loss", "ppl", "entropy"), math.nan)
+    with progress(
+        "", talk=_TALK, is_shown=is_first, total=config.steps, **unknown, speed=0.0
+    ) as show_step:
+
+        def report(at: Progress) -> None:
+            seen = {"loss": at.loss, "entropy": at.entropy, "speed": at.tokens_per_second}
+            seen["ppl"] = math.exp(min(at.loss, 50.0)) if math.isfinite(at.loss) else math.nan
+            show_step(at.step, config.steps, **seen)
+
         result = train(
             config,
             command.out,
@@ -73,43 +88,12 @@ def do_train(arguments: Sequence[str]) -> None:
             report=report,
             say=say,
         )
-    if int(os.environ.get("RANK", "0")):
+    if not is_first:
         return
     if command.json:
         print_json({"run": str(command.out), "digest": config.digest, "final": result.final})
     else:
         show(_layers(result))
-
-
-@contextmanager
-def _bar(steps: int) -> Iterator[Callable[[Progress], None]]:
-    """Steps, loss, perplexity, entropy, tokens per second and the time left, on a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-    from rich.progress import Progress as Bars
-    from rich.progress import TimeRemainingColumn as TimeLeft
-
-    screen = Console(stderr=True)
-    talk = TextColumn("loss {task.fields[loss]:.3f}  ppl {task.fields[ppl]:.1f}  entropy "
-                      "{task.fields[entropy]:.3f}  {task.fields[speed]:,.0f} tokens/s")  # fmt: skip
-    columns = (BarColumn(), MofNCompleteColumn(), talk, TimeLeft())
-    is_shown = screen.is_terminal and not int(os.environ.get("RANK", "0"))
-    with Bars(*columns, console=screen, disable=not is_shown) as bar:
-        task = bar.add_task(
-            "train", total=steps, loss=math.nan, ppl=math.nan, entropy=math.nan, speed=0.0
-        )
-
-        def report(at: Progress) -> None:
-            bar.update(
-                task,
-                completed=at.step,
-                loss=at.loss,
-                ppl=math.exp(min(at.loss, 50.0)) if math.isfinite(at.loss) else math.nan,
-                entropy=at.entropy,
-                speed=at.tokens_per_second,
-            )
-
-        yield report
 
 
 def _layers(result: Run) -> object:
@@ -182,14 +166,14 @@ def do_sweep(arguments: Sequence[str]) -> None:
     """Train what is missing, then print or draw."""
     command = parse(SweepCommand, "sweep", arguments, first="name")
     check_figure(command.figure)
-    names = [name for name in SWEEPS if name.endswith("-cpu")]
-    if command.name != "all":
-        names = [command.name]
+    every = [name for name in SWEEPS if name.endswith("-cpu")]
+    names = every if command.name == "all" else [command.name]
     sweeps = [_grid(command)] if command.grid else [sweep_named(name) for name in names]
     adapted = [_adapted(command, sweep) for sweep in sweeps]
     found = {sweep.name: (sweep, _runs(command, sweep)) for sweep in adapted}
-    if command.confirm:
-        found |= _confirmed(command, adapted)
+    for sweep in adapted if command.confirm else ():  # again, with seeds that chose nothing
+        fresh, runs = confirmed(sweep, lambda one: _runs(command, one), seeds=command.confirm)
+        found[fresh.name] = fresh, runs
     if command.figure is not None:
         if len(found) > 1:
             raise ConfigError("one figure cannot show all sweeps.", hint="name one of them.")
@@ -214,12 +198,10 @@ def _adapted(command: SweepCommand, sweep: Sweep) -> Sweep:
     """The sweep on the text and with the seeds that were asked for."""
     settings = sweep.settings
     if command.data:
+        corpora = [corpus_name(command.data, one.config.task) for one in settings]
         settings = tuple(
-            replace(
-                one,
-                config=replace(one.config, corpus=corpus_name(command.data, one.config.task)),
-            )
-            for one in settings
+            replace(one, config=replace(one.config, corpus=corpus))
+            for one, corpus in zip(settings, corpora, strict=True)
         )
     first = sweep.first_seed if command.first_seed is None else command.first_seed
     return replace(sweep, settings=settings, seeds=command.seeds or sweep.seeds, first_seed=first)
@@ -241,17 +223,6 @@ def _grid(command: SweepCommand) -> Sweep:
         seeds=3,
         first_seed=0,
     )
-
-
-def _confirmed(
-    command: SweepCommand, sweeps: Sequence[Sweep]
-) -> dict[str, tuple[Sweep, Mapping[str, Run]]]:
-    """Each sweep again at every method's best point, with seeds that chose nothing."""
-    found = {}
-    for sweep in sweeps:
-        fresh, runs = confirmed(sweep, lambda one: _runs(command, one), seeds=command.confirm)
-        found[fresh.name] = fresh, runs
-    return found
 
 
 def _runs(command: SweepCommand, sweep: Sweep) -> Mapping[str, Run]:

@@ -148,14 +148,21 @@ def say(text: str, *, is_error: bool = False) -> None:
 
 
 @contextmanager
-def progress(name: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr, where that is a terminal; otherwise silence."""
+def progress(
+    name: str, *, talk: str = "", is_shown: bool = True, total: int = 100, **fields: float
+) -> Iterator[Callable[..., None]]:
+    """A bar on stderr, where that is a terminal; otherwise silence.  `talk` shows the fields."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.progress import TimeRemainingColumn as TimeLeft
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeLeft())
+    texts = ("{task.description}" if name else "", talk)
+    before, behind = ([TextColumn(text)] if text else [] for text in texts)
+    columns = (*before, BarColumn(), MofNCompleteColumn(), *behind, TimeLeft())
     console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=_quiet or not console.is_terminal) as progress:
-        task = progress.add_task(name)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+    is_off = _quiet or not console.is_terminal or not is_shown
+    with Progress(*columns, console=console, disable=is_off) as progress:
+        task = progress.add_task(name, total=total, **fields)
+        yield lambda done, total, **fields: progress.update(
+            task, completed=done, total=total, **fields
+        )

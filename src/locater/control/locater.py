@@ -43,10 +43,8 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, layout: AttentionLayout) -> tuple[Tensor, Tensor]:
         ctx.layout, ctx.like = layout, weight.detach()
-        return (
-            layout.query.heads(weight, layout.head_dim),
-            layout.key.heads(weight, layout.head_dim),
-        )
+        query, key = (side.heads(weight, layout.head_dim) for side in (layout.query, layout.key))
+        return query, key
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -199,14 +197,12 @@ class LocAteR:
         with `scale=scaler.get_scale()`, or after `unscale_`.
         """
         self._renew()
-        parameters = list(
-            dict.fromkeys(
-                parameter
-                for attention in self.attentions
-                for parameter in (*attention.query_parameters, *attention.key_parameters)
-                if parameter.requires_grad
-            )
-        )
+        every = [
+            parameter
+            for attention in self.attentions
+            for parameter in (*attention.query_parameters, *attention.key_parameters)
+        ]
+        parameters = [one for one in dict.fromkeys(every) if one.requires_grad]
         gradients = torch.autograd.grad(scale * self.penalty(), parameters)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if parameter.grad is None:
@@ -225,10 +221,10 @@ class LocAteR:
             weights = self._weights(attention, is_whole=True)
             heads = self._heads(weights, "query"), self._heads(weights, "key")
             terms = penalty_spectrum(*heads, self._sigma(attention))
-            trace, norm = terms.trace.mean().item(), terms.frobenius_squared.mean().item()
+            trace = terms.trace.mean().item()
             traces.append(trace)
             results[f"locater/{label}/trace"] = trace
-            results[f"locater/{label}/frobenius_squared"] = norm
+            results[f"locater/{label}/frobenius_squared"] = terms.frobenius_squared.mean().item()
             results[f"locater/{label}/r"] = trace / attention.layout.temperature
         results["locater/global_trace"] = sum(traces) / len(traces)
         results["locater/global_penalty"] = self.penalty().item()

@@ -25,7 +25,7 @@ from locater.control.locater import LocAteR
 from locater.core.penalty import LocAteRConfig
 from locater.errors import ConfigError, InputError, LocaterError, unknown
 from locater.models.layout import Projection
-from locater.models.live import LiveAttention, find_attention
+from locater.models.live import LiveAttention, Source, find_attention
 from locater.probe.rows import (
     MASKED,
     Logits,
@@ -172,8 +172,7 @@ class QKNorm(Stabilizer):
         attentions = find_attention(model, layers=layers)
         for attention in attentions:
             _refuse_normalized(attention, "qk-norm")
-            for side in (attention.layout.query, attention.layout.key):
-                source = attention.sources[side.weight]
+            for _, source in _sides(attention):
                 if source.attribute != "weight":
                     raise InputError(
                         f"the queries and keys of {attention.layout.name} come from no layer.",
@@ -181,13 +180,19 @@ class QKNorm(Stabilizer):
                         "qk-norm needs linear layers whose outputs it can normalize.",
                     )
         for attention in attentions:
-            layout = attention.layout
-            for name, side in (("query_norm", layout.query), ("key_norm", layout.key)):
-                owner = attention.sources[side.weight].owner
-                weight = attention.sources[side.weight].read()
-                setattr(owner, name, HeadNorm(_rows(side, weight, layout.head_dim), weight))
+            both = zip(("query_norm", "key_norm"), _sides(attention), strict=True)
+            for name, (side, source) in both:
+                owner, weight = source.owner, source.read()
+                rows = _rows(side, weight, attention.layout.head_dim)
+                setattr(owner, name, HeadNorm(rows, weight))
                 if _normalized not in owner._forward_hooks.values():
                     owner.register_forward_hook(_normalized)
+
+
+def _sides(attention: LiveAttention) -> list[tuple[Projection, Source]]:
+    """Where its queries and keys lie, and the weights themselves."""
+    sides = (attention.layout.query, attention.layout.key)
+    return [(side, attention.sources[side.weight]) for side in sides]
 
 
 def _rows(side: Projection, weight: Tensor, head_dim: int) -> Int[Tensor, "heads head"]:
@@ -202,19 +207,24 @@ def _bias_rows(side: Projection, bias: Tensor, head_dim: int) -> Int[Tensor, "he
 
 def _refuse_normalized(attention: LiveAttention, method: str) -> None:
     layout = attention.layout
-    owners = [attention.sources[side.weight].owner for side in (layout.query, layout.key)]
-    if layout.qk_norm or any(hasattr(one, "query_norm") for one in owners):
+    if layout.qk_norm or any(hasattr(one.owner, "query_norm") for _, one in _sides(attention)):
         raise InputError(
             f"{layout.name} normalizes its queries and keys already.",
             hint=f"{method} would change nothing there: leave it out with layers=.",
         )
-    if layout.query.through is not None or layout.key.through is not None:
+    if layout.is_latent:
         raise InputError(
             f"{layout.name} makes its queries and keys from latent vectors (MLA).",
             hint=f"{method} is not defined here for them: leave it out with layers=.",
         )
-    for side in (layout.query, layout.key):
-        _refuse_sharded(attention.sources[side.weight].read(), method)
+    for _, source in _sides(attention):
+        _refuse_sharded(source.read(), method)
+
+
+def _is_made(source: Source) -> bool:
+    """Whether a weight is made of other parameters, so that it cannot be changed in place."""
+    is_parametrized = parametrize.is_parametrized(source.owner, source.attribute)
+    return is_parametrized or source.adapter is not None
 
 
 def _refuse_sharded(weight: Tensor, method: str) -> None:
@@ -261,10 +271,8 @@ class QKClip(Stabilizer):
         self.max_logit, self.attentions = max_logit, find_attention(model, layers=layers)
         for attention in self.attentions:
             _refuse_normalized(attention, "qk-clip")
-            for side in (attention.layout.query, attention.layout.key):
-                source = attention.sources[side.weight]
-                is_made = parametrize.is_parametrized(source.owner, source.attribute)
-                if is_made or source.adapter is not None:
+            for side, source in _sides(attention):
+                if _is_made(source):
                     raise InputError(
                         f"{side.weight} is made of other parameters, which qk-clip cannot scale.",
                         hint="leave it out with layers=, or merge what adapts it.",
@@ -381,8 +389,8 @@ class SoftCap(Stabilizer):
         self, model: nn.Module, *, max_logit: float = 50.0, layers: str | None = None
     ) -> None:
         _check_positive(max_logit=max_logit)
-        attentions, self.handles = find_attention(model, layers=layers), list[Any]()
-        for attention in attentions:
+        modules, self.handles = list[Any](), list[Any]()
+        for attention in find_attention(model, layers=layers):
             module, reason = attention.module, None
             if module is None or isinstance(module, nn.MultiheadAttention):
                 reason = "computes its logits in a function that cannot be entered"
@@ -393,9 +401,8 @@ class SoftCap(Stabilizer):
                     f"{attention.layout.name} {reason}.",
                     hint="soft-cap needs attention by scaled_dot_product_attention or a softmax.",
                 )
-        for attention in attentions:
-            module = attention.module
-            assert module is not None
+            modules.append(module)
+        for module in modules:
             vars(module)["soft_cap_limit"] = max_logit
             self.handles += [
                 module.register_forward_pre_hook(_cap_begins),
@@ -557,8 +564,8 @@ class QKRate(Stabilizer):
         self.factor, self.before = factor, list[Tensor]()
         chosen: dict[tuple[int, bool], tuple[Tensor, list[Tensor]]] = {}
         for attention in find_attention(model, layers=layers):
-            for side in (attention.layout.query, attention.layout.key):
-                for weight, rows, is_turned in _parameters(attention, side):
+            for side, source in _sides(attention):
+                for weight, rows, is_turned in _parameters(attention, side, source):
                     known = chosen.setdefault((id(weight), is_turned), (weight, []))
                     known[1].append(rows.flatten())
         self.weights = [
@@ -584,16 +591,15 @@ def _taken(weight: Tensor, rows: Tensor, is_turned: bool) -> Tensor:
 
 
 def _parameters(
-    attention: LiveAttention, side: Projection
+    attention: LiveAttention, side: Projection, source: Source
 ) -> Iterator[tuple[Tensor, Int[Tensor, "heads head"], bool]]:
     """The stored weight and bias of a side, and which of their rows are its own."""
-    head_dim, source = attention.layout.head_dim, attention.sources[side.weight]
-    if parametrize.is_parametrized(source.owner, source.attribute) or source.adapter is not None:
+    if _is_made(source):
         raise InputError(
             f"{side.weight} is made of other parameters.",
             hint="give them a group of their own in the optimizer.",
         )
-    weight = source.read()
+    weight, head_dim = source.read(), attention.layout.head_dim
     _refuse_sharded(weight, "qk-rate")
     yield weight, _rows(side, weight, head_dim), side.transposed
     if side.bias is not None:

@@ -13,12 +13,7 @@ from torch import Tensor
 
 from locater.core.form import HeadNorm, QKForm
 from locater.errors import InputError, guarded
-from locater.models.positions import (
-    RelativeSpec,
-    RotarySpec,
-    alibi_slopes,
-    relative_buckets,
-)
+from locater.models.positions import RelativeSpec, RotarySpec, alibi_slopes, relative_buckets
 
 Kind = Literal["self", "cross"]
 
@@ -143,13 +138,11 @@ class Projection:
             factor, bias, norm = self._normalized(factor, bias, self.norm, tensors)
         if self.dimensions is not None:
             gain = torch.nn.functional.softplus(tensors[self.dimensions]) / math.log(2)
-            factor, bias = factor * gain[:, None], None if bias is None else bias * gain
+            factor, bias = _scaled(factor, bias, gain)
         factor, bias = factor[heads], None if bias is None else bias[heads]
         norm = None if norm is None else norm.taken((heads,))
         if self.through is not None:
-            weight, inner = self.through, slice(None)
-            rank = factor.shape[-1]
-            latent, moved, norm = weight.side(tensors, rank, inner)
+            latent, moved, norm = self.through.side(tensors, factor.shape[-1], slice(None))
             if moved is not None:
                 more = (factor @ moved[..., None])[..., 0]
                 bias = more if bias is None else bias + more
@@ -185,6 +178,11 @@ class Projection:
             shift = tensors[spec.bias].to(factor).reshape(-1, shape[1]).expand(shape)
             bias = shift if bias is None else bias + shift
         return factor, bias, HeadNorm(rows, size, offset, shift, spec.eps)
+
+
+def _scaled(factor: Tensor, bias: Tensor | None, gain: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Heads and their biases, each dimension times its gain."""
+    return factor * gain[:, None], None if bias is None else bias * gain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,27 +261,24 @@ class AttentionLayout:
                 tensors, query, query_bias, key, key_bias, key_norm
             )
         if share > 1:
-            key, key_bias = self._shared(key), None if key_bias is None else self._shared(key_bias)
+            key = key.repeat_interleave(share, 0)
+            key_bias = None if key_bias is None else key_bias.repeat_interleave(share, 0)
             key_norm = None if key_norm is None else key_norm.repeated(share)
         if self.rotary is not None and self.rotary.magnitude != 1:
             gain = torch.ones(self.head_dim, dtype=query.dtype, device=query.device)
             gain[: self.rotary.dimensions] = self.rotary.magnitude
-            query, key = query * gain[:, None], key * gain[:, None]
-            query_bias, key_bias = (
-                None if bias is None else bias * gain for bias in (query_bias, key_bias)
-            )
+            query, query_bias = _scaled(query, query_bias, gain)
+            key, key_bias = _scaled(key, key_bias, gain)
         by_distance = self._distance_bias(tensors, distances, like=query)
         relative = None
         if self.relative is not None:
             if self.relative.rule == "sinusoids":  # the queries' bias for contents
                 more = tensors[self.relative.tensors[1]].reshape(self.heads, -1)[ours].to(query)
                 query_bias = more if query_bias is None else query_bias + more
-            relative = self.relative.relative(
-                tensors,
-                heads=self.heads,
-                temperature=self.temperature,
-                distances=distances,
-            ).mapped(lambda _, table: table[ours])
+            whole = self.relative.relative(
+                tensors, heads=self.heads, temperature=self.temperature, distances=distances
+            )
+            relative = whole.mapped(lambda _, table: table[ours])
         return QKForm(
             query,
             key,
@@ -328,10 +323,6 @@ class AttentionLayout:
         query_bias = None if query_bias is None else query_bias.roll(count, 1)
         key_norm = None if key_norm is None else replace(key_norm, start=count)
         return query, query_bias, key, key_bias, key_norm
-
-    def _shared(self, heads: Tensor) -> Tensor:
-        """Give every query head its group's key head."""
-        return heads.repeat_interleave(self.heads // self.kv_heads, 0)
 
     def _distance_bias(
         self, tensors: Mapping[str, Tensor], distances: int, *, like: Tensor

@@ -16,11 +16,10 @@ from torch.nn.utils import parametrize
 
 from locater.core.form import QKForm
 from locater.errors import InputError, LocaterError
-from locater.models.coverage import defaults
 from locater.models.layout import AttentionLayout, Projection, Skipped
-from locater.models.names import plain_name
+from locater.models.names import plain_name, upward
 from locater.models.positions import Config
-from locater.models.recipes import HEADS, RECIPES, Recipe
+from locater.models.recipes import HEADS, RECIPES, Recipe, defaults
 from locater.models.resolve import INPUT_CAVEAT, layouts_by_config, own_config
 
 
@@ -52,17 +51,11 @@ class Source:
             own = list(lists[self.attribute].parameters())
         else:
             own = [getattr(self.owner, self.attribute)]
-        if self.adapter is None or self.attribute != "weight":
-            return tuple(own)
-        active = set(_active_adapters(self.adapter))
-        return (
-            *own,
-            *(
-                parameter
-                for name, parameter in self.adapter.named_parameters()
-                if active & set(name.split("."))
-            ),
-        )
+        if self.adapter is not None and self.attribute == "weight":
+            active = set(_active_adapters(self.adapter))
+            named = self.adapter.named_parameters()
+            own += [parameter for name, parameter in named if active & set(name.split("."))]
+        return tuple(own)
 
 
 def _active_adapters(layer: nn.Module) -> list[str]:
@@ -221,11 +214,8 @@ def discover(
     found: list[LiveAttention] = []
     seen: set[tuple[object, ...]] = set()
     for layout in layouts:
-        live = LiveAttention(
-            layout,
-            {name: sources[name] for name in layout.tensors},
-            modules.get(layout.name),
-        )
+        own = {name: sources[name] for name in layout.tensors}
+        live = LiveAttention(layout, own, modules.get(layout.name))
         identity = (
             layout.query.start,
             layout.key.start,
@@ -286,22 +276,16 @@ def _is_added(layer: nn.Module) -> bool:
     active = _active_adapters(layer)
     if not hasattr(peft, "get_delta_weight"):
         return getattr(peft, "merged", False) or getattr(peft, "disable_adapters", False)
-    variants = set(getattr(peft, "lora_variant", {})) - set(
-        getattr(peft, "lora_magnitude_vector", {})
-    )
-    lora = getattr(peft, "lora_B", {})
+    names = ("lora_variant", "lora_magnitude_vector", "lora_B")
+    variants, magnitudes, lora = (getattr(peft, name, {}) for name in names)
     biased = any(name in lora and lora[name].bias is not None for name in active)
-    return not (variants & set(active) or biased)
+    return not ((set(variants) - set(magnitudes)) & set(active) or biased)
 
 
 def _config_of(modules: Mapping[str, nn.Module], attention: str) -> Config:
     """The nearest config above an attention, completed with the module's own attributes."""
-    path, configs = attention, []
-    while True:
-        configs.append(_mapping(getattr(modules.get(path), "config", None)))
-        if not path:
-            break
-        path = path.rpartition(".")[0]
+    above = [modules.get(path) for path in upward(attention)]
+    configs = [_mapping(getattr(module, "config", None)) for module in above]
     named = [config for config in configs if config.get("model_type")]
     headed = [config for config in configs if any(key in config for key in HEADS)]
     config = next(iter([*named, *headed]), {})
@@ -340,12 +324,13 @@ def _from_pair(model: nn.Module, pair: AnyPair, place: int) -> LiveAttention:
             hint="each is (heads · head_dim, model); the key may have fewer heads (GQA).",
         )
     sources = {query_name: query, key_name: key}
-    biases: list[str | None] = []
+    sides = []
     for name, source in ((query_name, query), (key_name, key)):
-        has_bias = source.attribute == "weight" and isinstance(source.owner.bias, nn.Parameter)
-        biases.append(name[: -len("weight")] + "bias" if has_bias else None)
-        if has_bias:
-            sources[name[: -len("weight")] + "bias"] = Source(source.owner, "bias")
+        bias = None
+        if source.attribute == "weight" and isinstance(source.owner.bias, nn.Parameter):
+            bias = name.removesuffix("weight") + "bias"
+            sources[bias] = Source(source.owner, "bias")
+        sides.append(Projection(weight=name, bias=bias))
     name = pair.name or plain_name(query_name).removesuffix(".weight")
     layout = AttentionLayout(
         name=name,
@@ -353,8 +338,8 @@ def _from_pair(model: nn.Module, pair: AnyPair, place: int) -> LiveAttention:
         layer=place,
         kind="cross" if pair.is_cross else "self",
         part="model",
-        query=Projection(weight=query_name, bias=biases[0]),
-        key=Projection(weight=key_name, bias=biases[1]),
+        query=sides[0],
+        key=sides[1],
         heads=pair.heads,
         kv_heads=key_rows // head_dim,
         head_dim=head_dim,

@@ -178,10 +178,9 @@ def text_blocks(
             f"cannot make {blocks} blocks of {tokens} tokens.",
             hint="give at least 2 blocks, better a thousand, of 4 tokens or more.",
         )
-    opening = _first(tokenizer, "cls_token_id", "bos_token_id")
-    before = [opening] if special and opening is not None else []
-    wanted = tokens - len(before)
-    found = list(_pieces(tokenizer, text, wanted, blocks))
+    openings = [getattr(tokenizer, name, None) for name in ("cls_token_id", "bos_token_id")]
+    before = [token for token in openings if token is not None][:1] if special else []
+    found = list(_pieces(tokenizer, text, tokens - len(before), blocks))
     if len(found) < 2:
         raise InputError(
             f"the text holds {len(found)} blocks of {tokens} tokens.",
@@ -221,8 +220,3 @@ def _lines(text: str, size: int = 1 << 18) -> Iterator[str]:
 def _encode(tokenizer: Any, text: str) -> list[int]:
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return ids
-
-
-def _first(tokenizer: Any, *names: str) -> int | None:
-    found = [getattr(tokenizer, name, None) for name in names]
-    return next((one for one in found if one is not None), None)

@@ -70,6 +70,10 @@ class Names:
     def __contains__(self, name: object) -> bool:
         return name in self.stored
 
+    def first(self, names: Iterable[str]) -> str | None:
+        """The first of these tensors that is there, as it is stored."""
+        return next((self.stored[name] for name in names if name in self), None)
+
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a stored tensor."""
         return tuple(self.shapes[self.stored[name]])
@@ -93,7 +97,8 @@ class Names:
     def norm_of(self, attention: str, side: str) -> str | None:
         """The child that normalizes an attention's queries or keys, if it stores gains."""
         for child in sorted(self.children.get(attention, ())):
-            if _NORM.fullmatch(child) and _side(child) == side:
+            word = re.sub("norm|layer|ln|_", "", child.lower())
+            if _NORM.fullmatch(child) and word[:1] == side[0]:
                 return child if join(attention, child, "weight") in self else None
         return None
 
@@ -164,6 +169,16 @@ def join(*parts: str) -> str:
     return ".".join(part for part in parts if part)
 
 
+def upward(name: str) -> list[str]:
+    """The name of a module, then those of the modules around it.
+
+    >>> upward("layers.0")
+    ['layers.0', 'layers', '']
+    """
+    parts = name.split(".") if name else []
+    return [".".join(parts[:depth]) for depth in range(len(parts), -1, -1)]
+
+
 _LAYER = re.compile(r"(?:layers?|blocks?|groups|blk|(?:^|\.)h)\.(\d+)(?:\.|$)")
 _CROSS = re.compile(
     r"(?:^|\.)(?:\w*cross_?att\w*|encoder_attn|enc(?:oder)?_?dec(?:oder)?_?att\w*)(?:\.|$)", re.I
@@ -183,11 +198,6 @@ _TERM = re.compile(
 )
 _SUSPECT = re.compile(r"(?:\w+_)?(?:w?q|w?k|w?qkv?\w?|query|key)(?:_\w+)?", re.I)
 _NO_WEIGHT = re.compile(r"norm|ln|bias|embed|scale", re.I)
-
-
-def _side(norm: str) -> str:
-    word = re.sub("norm|layer|ln|_", "", norm.lower())
-    return {"q": "query", "k": "key"}.get(word[:1], "")
 
 
 def layer_number(attention: str) -> int | None:
@@ -301,14 +311,10 @@ def _place(layout: AttentionLayout, names: Names, kind: str) -> str | None:
     """The module name of the norm before an attention."""
     if layout.kind == "cross" or kind in _NORMED_AFTER:
         return None
-    parent = layout.name
-    for _ in range(3):  # the attention may lie a little deeper than its layer: attention.self
+    for parent in upward(layout.name)[:3]:  # it may lie deeper than its layer: attention.self
         for child in _BESIDE:
             if f"{join(parent, child)}.weight" in names:
                 return join(parent, child)
-        if not parent:
-            break
-        parent = parent.rpartition(".")[0]
     for pattern, last in ((_BERT, "output.LayerNorm"), (_DISTILBERT, "output_layer_norm")):
         match = pattern.fullmatch(layout.name)
         if match is None:

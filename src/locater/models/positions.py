@@ -216,20 +216,19 @@ def latent_magnitude(config: Config) -> float:
     """What latent attention multiplies its logits by where yarn stretches positions."""
     rope = rope_settings(config, 0)
     factor, weight = rope.get("factor"), rope.get("mscale_all_dim")
-    if not factor or factor <= 1 or not weight:
-        return 1.0
-    return (0.1 * float(weight) * math.log(factor) + 1.0) ** 2
+    return _grown(float(weight), factor) ** 2 if factor and weight else 1.0
+
+
+def _grown(weight: float, factor: float) -> float:
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _yarn_magnitude(rope: Config, factor: float) -> float:
-    def grown(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     if rope.get("attention_factor") is not None:
         return float(rope["attention_factor"])
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return grown(rope["mscale"]) / grown(rope["mscale_all_dim"])
-    return grown(1.0)
+        return _grown(rope["mscale"], factor) / _grown(rope["mscale_all_dim"], factor)
+    return _grown(1.0, factor)
 
 
 def alibi_slopes(heads: int) -> Float[Tensor, " heads"]:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from locater.errors import LocaterError, guarded
-from locater.models.coverage import defaults, known
 from locater.models.layout import AttentionLayout, Kind, NormSpec, Projection, Skipped
 from locater.models.names import (
     Names,
@@ -21,6 +20,7 @@ from locater.models.names import (
     natural_order,
     part_of,
     unknown_family,
+    upward,
     weight_name,
 )
 from locater.models.positions import (
@@ -32,7 +32,16 @@ from locater.models.positions import (
     layer_type,
     rotary_spec,
 )
-from locater.models.recipes import HEADS, NAMES_CAVEAT, RECIPES, RELATIVE, TRAITS, Recipe
+from locater.models.recipes import (
+    HEADS,
+    NAMES_CAVEAT,
+    RECIPES,
+    RELATIVE,
+    TRAITS,
+    Recipe,
+    defaults,
+    known,
+)
 
 HEAD_LEAVES = ("attention_heads", "num_attention_heads", "num_heads")
 OTHER_HEADS = ("encoder_attention_heads", "decoder_attention_heads", "resampler_n_heads",
@@ -253,6 +262,7 @@ class _Cut:
 
     query: Projection
     key: Projection
+    heads: int
     kv_heads: int
     head_dim: int
     model: int
@@ -289,6 +299,10 @@ class _Site:
             recipe = replace(recipe, caveats=said)
         return cls(names, attention, layer, config, recipe)
 
+    def stored(self, *leaves: str) -> str | None:
+        """The first of these tensors that the attention has."""
+        return self.names.first(join(self.attention, leaf) for leaf in leaves)
+
     def has(self, trait: str) -> bool:
         """Whether a trait holds of this model type."""
         return self.config.get("model_type") in TRAITS[trait]
@@ -297,8 +311,7 @@ class _Site:
         """Cut the tensors as the row says and note what stands around them."""
         recipe, model_type = self.recipe, self.config.get("model_type")
         part, kind = part_of(self.attention, recipe.part), kind_of(self.attention, self.names)
-        cut = self.cut(part)
-        heads = self.heads(part)
+        cut = self.cut(self.heads(part))
         temperature = self.temperature(cut.head_dim, cut.model)
         bias, position_weight = self.position(kind)
         rotary = None
@@ -313,20 +326,14 @@ class _Site:
             layer=self.layer,
             kind=kind,
             part=part,
-            query=cut.query,
-            key=cut.key,
-            heads=heads,
-            kv_heads=cut.kv_heads,
-            head_dim=cut.head_dim,
-            model=cut.model,
             temperature=temperature,
             rotary=rotary,
-            key_turned=cut.key_turned,
             qk_norm=self.has_qk_norm(),
             position_bias=bias,
             position_weight=position_weight,
             max_distance=self.config.get("relative_attention_max_distance") or 128,
             relative=self.relative() if kind == "self" else None,
+            **vars(cut),
         )
         if rotary is None:  # a scale after a turn is not in the form
             query = replace(cut.query, dimensions=self.dimension_scale())
@@ -361,9 +368,8 @@ class _Site:
             )
         return heads
 
-    def cut(self, part: str) -> _Cut:
+    def cut(self, heads: int) -> _Cut:
         """Where queries and keys lie, and how many dimensions a head has."""
-        heads = self.heads(part)
         if self.recipe.is_latent:
             return self.latent(heads)
         cut = self.separate(heads) if self.recipe.key else self.fused(heads)
@@ -427,7 +433,7 @@ class _Site:
                 (recipe.query, recipe.key), (rows, key_rows), starts, groups, strict=True
             )
         )
-        return _Cut(query, key, kv_heads, head_dim, width)
+        return _Cut(query, key, heads, kv_heads, head_dim, width)
 
     def groups(self, names: Sequence[str]) -> list[int]:
         """In how many groups convolutions project: SqueezeBERT's have as many rows as they read."""
@@ -457,13 +463,12 @@ class _Site:
             start, middle = gates * head_dim, (gates + heads) * head_dim
             query = replace(whole, start=start, stop=middle)
             key = replace(whole, start=middle, stop=middle + kv_heads * head_dim)
-        beside = [
-            self.names.stored.get(join(self.attention, leaf)) for leaf in ("q_bias", "k_bias")
-        ]
         if whole.bias is None:  # BEiT, DeBERTa: biases of their own
-            query = replace(query, bias=beside[0], is_bias_apart=True)
-            key = replace(key, bias=beside[1], is_bias_apart=True)
-        return _Cut(query, key, kv_heads, head_dim, width)
+            query, key = (
+                replace(side, bias=self.stored(leaf), is_bias_apart=True)
+                for side, leaf in ((query, "q_bias"), (key, "k_bias"))
+            )
+        return _Cut(query, key, heads, kv_heads, head_dim, width)
 
     def latent(self, heads: int) -> _Cut:
         """Multi-head latent attention: low-rank factors with a norm between them."""
@@ -479,14 +484,12 @@ class _Site:
         if up not in self.names:
             raise _UnreadableError("its keys' second factor, kv_b_proj, is not stored")
         width = _divided(_matrix(self.names, up, False)[0], heads, up)
-        query_name = (
-            "q_b_proj" if join(self.attention, "q_b_proj.weight") in self.names else "q_proj"
-        )
+        query_name = "q_b_proj" if self.stored("q_b_proj.weight") else "q_proj"
         name = join(self.attention, weight_name(query_name))
         if name not in self.names:
             raise _UnreadableError("its queries' factors are not stored under known names")
         head_dim = _divided(_matrix(self.names, name, False)[0], heads, name)
-        if join(self.attention, "k_rope_only_layernorm.weight") in self.names:
+        if self.stored("k_rope_only_layernorm.weight"):
             raise _UnreadableError("its turned keys have a norm of their own, which no form has")
         through = self.projection(self.recipe.query, stop=rank, norm=self.norm("kv_a_layernorm"))
         key = self.projection(
@@ -497,7 +500,7 @@ class _Site:
             below = self.projection("q_a_proj", norm=self.norm("q_a_layernorm"))
             query = replace(query, through=below, multiplier=self.latent_scale("q", model))
         key_turned = self.projection(self.recipe.query, start=rank, stop=rows) if turned else None
-        return _Cut(query, key, heads, head_dim, model, key_turned)
+        return _Cut(query, key, heads, heads, head_dim, model, key_turned)
 
     def latent_scale(self, side: str, model: int) -> float:
         """LongCat multiplies what comes out of a latent with the root of the widths' ratio."""
@@ -507,8 +510,7 @@ class _Site:
 
     def norm(self, child: str, *, size: int | None = None, rows: int = 0) -> NormSpec | None:
         """The norm of this name below the attention."""
-        gain = self.names.stored.get(join(self.attention, child, "weight"))
-        bias = self.names.stored.get(join(self.attention, child, "bias"))
+        gain, bias = self.stored(f"{child}.weight"), self.stored(f"{child}.bias")
         if gain is None and size is None:
             raise _UnreadableError(f"the norm of its latent vector, {child}, is not stored")
         shape = self.names.shape(join(self.attention, child, "weight")) if gain else (size,)
@@ -537,23 +539,17 @@ class _Site:
     def bias(self, child: str) -> str | None:
         """The stored bias of a projection."""
         leaf = "in_proj_bias" if child.endswith("_weight") else f"{child}.bias"
-        stored = self.names.stored.get(join(self.attention, leaf))
-        if stored is None and child == "query":  # VideoMAE
-            stored = self.names.stored.get(join(self.attention, "q_bias"))
-        return stored
+        return self.stored(leaf, *(("q_bias",) if child == "query" else ()))  # VideoMAE
 
     def scale(self, child: str) -> str | None:
         """The stored scale of an 8-bit projection."""
-        names = [join(self.attention, child, leaf) for leaf in SCALES]
-        if join(self.attention, child, "SCB") in self.names:
+        if self.stored(f"{child}.SCB"):
             raise _UnreadableError(f"{child} is packed in 8 bits (bitsandbytes)")
-        return next((self.names.stored[name] for name in names if name in self.names), None)
+        return self.stored(*(f"{child}.{leaf}" for leaf in SCALES))
 
     def dimension_scale(self) -> str | None:
         """The stored scale of each dimension of a query (TimesFM)."""
-        names = [join(self.attention, leaf) for leaf in ("scaling", "per_dim_scale")]
-        stored = next((self.names.stored[name] for name in names if name in self.names), None)
-        return stored if self.has("scales dimensions") else None
+        return self.stored("scaling", "per_dim_scale") if self.has("scales dimensions") else None
 
     def temperature(self, head_dim: int, model: int) -> float:
         """λ: a multiplier that the config names, or the row's rule."""
@@ -625,21 +621,14 @@ class _Site:
             return (recipe.position_bias if switch else None), None
         leaf = "relative_attention_bias.weight"
         first = re.sub(r"(block|layers?)\.\d+\.", r"\1.0.", self.attention, count=1)
-        places = [self.attention, first]
-        while self.attention and places[-1]:
-            places.append(places[-1].rpartition(".")[0])
-        names = [join(place, leaf) for place in places]
-        stored = next((self.names.stored[name] for name in names if name in self.names), None)
+        stored = self.names.first(join(place, leaf) for place in (self.attention, *upward(first)))
         return ("t5" if stored else None), stored
 
     def relative(self) -> RelativeSpec | None:
         """Tables of relative positions, by the names that they are stored under."""
         for leaves, spec in RELATIVE:
             is_above = leaves[0].count(".") > 1  # one table for all layers of a stack
-            places = [self.attention]
-            while is_above and places[-1]:
-                places.append(places[-1].rpartition(".")[0])
-            for place in places:
+            for place in upward(self.attention) if is_above else [self.attention]:
                 names = [join(place, leaf) for leaf in leaves]
                 if not all(name in self.names for name in names):
                     continue
@@ -682,14 +671,13 @@ class _Site:
         if layout.query.bias or (layout.rotary and layout.key.bias):
             yield "biases add a term to each key's logit that the spectrum does not see"
         yield from self.position_caveats(layout)
-        if (
-            config.get("attn_logit_softcapping") and not layout.query.dimensions
-        ):  # VideoPrism's head
-            yield f"logits are capped at ±{config['attn_logit_softcapping']:g} by a tanh"
+        cap = config.get("attn_logit_softcapping")
+        if cap and not layout.query.dimensions:  # VideoPrism's head
+            yield f"logits are capped at ±{cap:g} by a tanh"
         if config.get("clip_qkv"):
             yield f"queries and keys are clipped at ±{config['clip_qkv']:g}"
         yield from self.mask_caveats()
-        if join(self.attention, "sinks") in self.names:
+        if self.stored("sinks"):
             yield "a learned sink joins the keys in the softmax"
         left = self.names.leftovers(self.attention, layout.tensors)
         if left:
