@@ -245,11 +245,11 @@ class Audit(Shown):
             raise InputError(
                 "this is not an audit.", hint="give what `locater audit --json` or to_json wrote."
             )
-        kinds = {"tokens": "int", "positions": "tuple[int, ...]", "bytes_read": "int",
-                 "head": "tuple[str, ...]", "caveats": "tuple[str, ...]"}  # fmt: skip
         told = {"bytes_read": 0, "head": [], "caveats": [], "skipped": [], **data}
-        for name in (*_ABOUT, *kinds):
-            _check(told[name], kinds.get(name, "str"), name)
+        about = {}
+        for one in fields(cls):
+            if one.name not in ("rows", "skipped"):
+                about[one.name] = _check(told[one.name], str(one.type), one.name)
         if told["tokens"] < 2 or not isinstance(told["rows"], list):
             raise _edited(f"{told['tokens']} tokens, or rows that are no list")
         rows = tuple(HeadRecord.from_dict(row) for row in told["rows"])
@@ -259,15 +259,7 @@ class Audit(Shown):
             if not isinstance(one, Mapping) or one.keys() != {"name", "reason"}:
                 raise _edited("what was skipped has no name and reason")
             _check([*one.values()], "tuple[str, ...]", "skipped")
-        return cls(
-            **{name: told[name] for name in _ABOUT},
-            positions=tuple(told["positions"]),
-            rows=rows,
-            head=tuple(told["head"]),
-            caveats=tuple(told["caveats"]),
-            skipped=tuple(Skipped(**one) for one in told["skipped"]),
-            bytes_read=told["bytes_read"],
-        )
+        return cls(**about, rows=rows, skipped=tuple(Skipped(**one) for one in told["skipped"]))
 
     def to_json(self) -> str:
         """JSON text with every column; `from_json` gives an equal audit."""

@@ -149,7 +149,7 @@ def say(text: str, *, is_error: bool = False) -> None:
 
 @contextmanager
 def progress(
-    name: str, *, talk: str = "", is_shown: bool = True, total: int = 100, **fields: float
+    name: str, *, talk: str = "", is_shown: bool = True, total: int = 100, **fields: Any
 ) -> Iterator[Callable[..., None]]:
     """A bar on stderr, where that is a terminal; otherwise silence.  `talk` shows the fields."""
     from rich.console import Console

@@ -32,8 +32,6 @@ class NormSpec:
     over_all: bool = False
     """All heads are normalized as one vector."""
     eps: float = 1e-6
-    power: float = 0.5
-    """What comes out has the length size ** power: √size (RMSNorm), or 1 (power 0)."""
 
     def gains(self, tensors: Mapping[str, Tensor], like: Tensor) -> Tensor | None:
         """What the normalized vector is multiplied with."""
@@ -167,7 +165,7 @@ class Projection:
             offset = None if offset is None else offset - offset.mean(-1, keepdim=True)
         norm = HeadNorm(rows, torch.ones(rows.shape[0]), offset, eps=spec.eps)
         size = norm.mean_square().sqrt()
-        scale = (rows.shape[-2] ** spec.power / size).to(rows)[:, None]
+        scale = (rows.shape[-2] ** 0.5 / size).to(rows)[:, None]
         gain = spec.gains(tensors, rows)
         if gain is not None:
             scale = scale * gain.reshape(-1, rows.shape[-2])

@@ -199,10 +199,7 @@ def find_attention(
 
 
 def discover(
-    model: nn.Module,
-    *,
-    recipes: Sequence[Recipe] = RECIPES,
-    pairs: Sequence[AnyPair] | None = None,
+    model: nn.Module, *, recipes: Sequence[Recipe] = RECIPES, pairs: Sequence[AnyPair] | None = None
 ) -> tuple[list[LiveAttention], list[Skipped]]:
     """Find every attention of a model, each once, and what could not be read."""
     if pairs is not None:

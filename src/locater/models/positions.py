@@ -283,12 +283,7 @@ class RelativeSpec:
         return f"{said}; ρ and entropy have it where the tokens fit into its rows and columns"
 
     def relative(
-        self,
-        tensors: Mapping[str, Tensor],
-        *,
-        heads: int,
-        temperature: float,
-        distances: int,
+        self, tensors: Mapping[str, Tensor], *, heads: int, temperature: float, distances: int
     ) -> Relative:
         """The tables as a form takes them, for every query head."""
         tables = [tensors[name].detach() for name in self.tensors]

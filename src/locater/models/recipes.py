@@ -66,8 +66,6 @@ class Recipe:
     part: str = ""
     """Which part of a model it is, where the names do not tell."""
     caveats: tuple[str, ...] = ()
-    skip: str = ""
-    """Why this family cannot be read at all."""
     is_latent: bool = False
     """Multi-head latent attention: `query` is the projection to the keys' latent vector."""
 

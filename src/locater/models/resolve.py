@@ -286,8 +286,6 @@ class _Site:
         """Choose the row that fits the config."""
         model_type = config.get("model_type")
         recipe = _choose(rows, model_type)
-        if recipe.skip:
-            raise _UnreadableError(recipe.skip)
         last = attention.rpartition(".")[2]
         is_linear = "linear" in layer_type(config, layer) and kind_of(attention, names) == "self"
         if model_type in TRAITS["no softmax"] or last in NO_SOFTMAX or is_linear:
