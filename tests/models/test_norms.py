@@ -75,17 +75,6 @@ def gate(logits: Tensor) -> Tensor:
     return ((score >= 0) & (score <= 1)).double().mean(0)
 
 
-def deviation(norm: HeadNorm, covariance: Tensor, mean: Tensor | None = None) -> Tensor:
-    """How far ‖y‖ strays for Gaussian tokens: half of √(2 tr G² + 4 mᵀGm)/E‖y‖²."""
-    rows = norm.rows.double()
-    gram = rows @ covariance @ rows.mT
-    moved = torch.zeros_like(rows[..., 0]) if mean is None else rows @ mean
-    moved = moved if norm.bias is None else moved + norm.bias.double()
-    along = (moved * (gram @ moved[..., None])[..., 0]).sum(-1)
-    variance = 2 * gram.square().sum((-2, -1)) + 4 * along
-    return variance.sqrt() / (2 * norm.mean_square(covariance, mean))
-
-
 @pytest.mark.statistical
 def test_the_deviation_is_how_far_the_norm_strays() -> None:
     form, covariance = normed(), colored()
@@ -93,7 +82,7 @@ def test_the_deviation_is_how_far_the_norm_strays() -> None:
     process = replace(TokenProcess.named("independent", TOKENS), covariance=covariance)
     rows = sampled(process, COUNT).flatten(0, 1)
     length = torch.einsum("nm,hdm->nhd", rows, form.query_norm.rows).norm(dim=-1)
-    expected = deviation(form.query_norm, covariance)
+    expected = form.query_norm.deviation(covariance)
     strays = length.std(0) / length.square().mean(0).sqrt()
     assert torch.allclose(strays, expected, rtol=0.05)
     assert torch.allclose(
@@ -111,7 +100,7 @@ def test_rho_of_normalized_attention_follows_from_the_form(name: str) -> None:
     tokens = sampled(process, COUNT)
     logits = true_logits(form, tokens)
     error = (propagation(form, process).rho - gate(logits)).abs()
-    strays = max(deviation(one, covariance).max() for one in (form.query_norm, form.key_norm))
+    strays = max(one.deviation(covariance).max() for one in (form.query_norm, form.key_norm))
     noise = 0.5 / math.sqrt(COUNT)
     assert 0.1 < strays < 0.2
     assert error.mean() < noise + strays**2 / 2
@@ -165,7 +154,7 @@ def test_a_trained_model_with_qk_norm_has_the_logits_of_its_form(tmp_path: Path)
         # these tokens are no Gaussians: their norms' own deviation is what counts
         norms = (form.query_norm, form.key_norm)
         strays = [(1 / one.factor(tokens)).flatten(0, 1).std(0) for one in norms]
-        gaussian = [deviation(one, flat.T.cov(), flat.mean(0)) for one in norms]
+        gaussian = [one.deviation(flat.T.cov(), flat.mean(0)) for one in norms]
         relative = (error.square().mean((0, 2)) / exact.square().mean((0, 2))).sqrt()
         assert bool((relative < 1.5 * torch.hypot(*strays)).all())
         assert bool((torch.hypot(*gaussian) < 3 * torch.hypot(*strays)).all())

@@ -97,11 +97,12 @@ class HeadNorm:
     """A norm between projection and product (qk-norm, MLA), taken at its root mean square.
 
     The model divides by ‖y‖, y = rows·x + bias; for Gaussian tokens ‖y‖ concentrates, so a form
-    divides by its root mean square instead and W_QK exists again.  How far ‖y‖ strays from it, half
-    of √(2 tr G² + 4 mᵀGm)/E‖y‖² with its covariance G and mean m, is the size of what is left out.
+    divides by its root mean square instead and W_QK exists again.  `deviation` says how far ‖y‖
+    strays from it, which is the size of what is left out.
 
-    >>> HeadNorm(torch.eye(4)[None], torch.tensor([2.0])).mean_square()
-    tensor([4.], dtype=torch.float64)
+    >>> norm = HeadNorm(torch.eye(4)[None], torch.tensor([2.0]))
+    >>> norm.mean_square(), norm.deviation()
+    (tensor([4.], dtype=torch.float64), tensor([0.3536], dtype=torch.float64))
     """
 
     rows: Float[Tensor, "*heads size model"]  # of each head, or one for all heads
@@ -124,9 +125,24 @@ class HeadNorm:
         """E‖y‖² for tokens of this covariance (Σ = I by default) and mean."""
         rows = self.rows.double()
         trace = ((rows if covariance is None else rows @ covariance.to(rows)) * rows).sum((-2, -1))
+        return trace + self._mean(mean).square().sum(-1) + self.eps * self.rows.shape[-2]
+
+    def deviation(
+        self,
+        covariance: Float[Tensor, "model model"] | None = None,
+        mean: Float[Tensor, " model"] | None = None,
+    ) -> Float[Tensor, "*heads"]:
+        """How far ‖y‖ strays: half of √(2 tr G² + 4 mᵀGm)/E‖y‖², for Gaussian tokens."""
+        rows, mu = self.rows.double(), self._mean(mean)
+        gram = (rows if covariance is None else rows @ covariance.to(rows)) @ rows.mT
+        along = (gram @ mu[..., None])[..., 0]
+        variance = 2 * gram.square().sum((-2, -1)) + 4 * (mu * along).sum(-1)
+        return variance.sqrt() / (2 * self.mean_square(covariance, mean))
+
+    def _mean(self, mean: Tensor | None) -> Tensor:
+        rows = self.rows.double()
         moved = rows.new_zeros(rows.shape[:-1]) if mean is None else rows @ mean.to(rows)
-        moved = moved if self.bias is None else moved + self.bias.double()
-        return trace + moved.square().sum(-1) + self.eps * self.rows.shape[-2]
+        return moved if self.bias is None else moved + self.bias.double()
 
     def factor(self, tokens: Float[Tensor, "*batch model"]) -> Float[Tensor, "*batch heads"]:
         """What the form's queries or keys of these tokens are to be multiplied with, exactly."""
