@@ -163,6 +163,14 @@ def test_a_cause_waits_for_all_of_its_runs() -> None:
     assert why.outcome == "undecided"
 
 
+def test_a_gain_is_not_decided_before_the_announced_seeds_have_ended() -> None:
+    sweep, runs = regime(CAUSED)
+    del runs[replace(sweep.settings[1].config, seed=302).digest]
+    (gain, _) = protocol_verdicts({"passes-3": (sweep, runs)}, (sweep, runs), "protocol")
+    assert gain.outcome == "undecided"
+    assert "2 seeds" in gain.found
+
+
 def test_a_second_five_seeds_count_once_every_setting_has_them() -> None:
     sweep, runs = regime(CAUSED, seeds=4)
     few = replace(sweep, seeds=2)

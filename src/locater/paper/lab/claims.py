@@ -110,12 +110,16 @@ def stripes_verdict(sweep: Sweep, runs: Runs, section: str) -> Verdict:
 
 
 def primary(regimes: Regimes) -> dict[str, list[Comparison]]:
-    """Both readings against none in the protocol's regimes, Holm over all of them."""
-    flat = [
-        compare(sweep, runs, _method(sweep, reading))
-        for sweep, runs in regimes.values()
-        for reading in PAIR
-    ]
+    """Both readings against none in the protocol's regimes, Holm over all of them.
+
+    Nothing is decided before all the seeds that were announced have ended.
+    """
+    flat = []
+    for sweep, runs in regimes.values():
+        for reading in PAIR:
+            one = compare(sweep, runs, _method(sweep, reading))
+            is_whole = len(one.differences) == sweep.seeds
+            flat.append(one if is_whole else replace(one, p_different=math.nan, p_apart=math.nan))
     found = judged(flat)
     return {
         name: found[len(PAIR) * place : len(PAIR) * (place + 1)]
@@ -241,7 +245,7 @@ def protocol_table(regimes: Regimes) -> str:
                     "verdict": f"**{best.words}**" if best.differences else "no run is finished",
                     "best": PERPLEXITY.text(best.differences),
                     **side,
-                    "seeds": len(best.differences),
+                    "seeds": f"{len(best.differences)} of {sweep.seeds}",
                 }
             )
     columns = {
