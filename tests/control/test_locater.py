@@ -370,9 +370,12 @@ def test_running_covariance_forgets_slowly_and_ignores_evaluation() -> None:
     model(batches[1])
     model.eval()
     model(batches[2])
-    mean = 0.95 * batches[0].flatten(0, 1).mean(0) + 0.05 * batches[1].flatten(0, 1).mean(0)
+    old, new = (batch.flatten(0, 1) for batch in batches[:2])
+    mean = 0.95 * old.mean(0) + 0.05 * new.mean(0)
+    square = 0.95 * old.mT @ old / len(old) + 0.05 * new.mT @ new / len(new)
     assert running.mean is not None
     torch.testing.assert_close(running.mean, mean)
+    torch.testing.assert_close(running.covariance(), square - torch.outer(mean, mean))
 
 
 def two_layers(seed: int) -> nn.TransformerEncoder:
