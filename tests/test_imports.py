@@ -113,3 +113,11 @@ def test_errors_carry_their_hint() -> None:
     assert str(LocaterError("this was wrong.")) == "this was wrong."
     missing = MissingExtraError("altair", extra="report")
     assert str(missing) == "altair is not installed.\nhint: run: pip install 'locater[report]'"
+
+
+def test_only_what_trains_asks_for_accelerate() -> None:
+    names = ("audit", "lab", "probe", "reality", "report", "theory", "trial")
+    code = "import sys; sys.modules['accelerate'] = None\n" + "\n".join(
+        f"import locater.cli.{name}" for name in names
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

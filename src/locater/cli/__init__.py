@@ -76,8 +76,8 @@ _COMMANDS: dict[str, tuple[str, str]] = {
 _HOMES = {
     "theory": "theory", "simulate": "theory", "audit": "audit", "compare": "audit",
     "probe": "probe", "moments": "probe", "explain": "reality", "theories": "reality",
-    "what-if": "reality", "trial": "trial", "train": "lab", "sweep": "lab", "report": "pages",
-    "reproduce": "pages",
+    "what-if": "reality", "trial": "trial", "train": "lab", "sweep": "lab", "report": "report",
+    "reproduce": "reproduce",
 }  # fmt: skip
 """The module of each command, where it is `do_` and its name."""
 _GO_ON = ("train", "sweep", "simulate", "reproduce", "trial")

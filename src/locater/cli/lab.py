@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Suppress
 
@@ -29,8 +29,10 @@ from locater.paper.lab.run import Run
 from locater.paper.lab.settings import TrainConfig
 from locater.paper.lab.summary import markdown, summarize
 from locater.paper.lab.sweep import SweepFolders, confirmed, run_sweep
-from locater.paper.lab.train import Progress, train
 from locater.report.tables import Columns, terminal_table, update_page
+
+if TYPE_CHECKING:
+    from locater.paper.lab.train import Progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +66,8 @@ _TALK = (
 
 def do_train(arguments: Sequence[str]) -> None:
     """Train, or go on with a run, then print what came out."""
+    from locater.paper.lab.train import train  # a sweep's published runs do without accelerate
+
     start = preset_named(flag("preset", arguments, TrainCommand.preset))
     default = TrainCommand(**values(TrainConfig, start))
     command = parse(TrainCommand, "train", arguments, default=default)

@@ -1,9 +1,9 @@
-"""Whole pages: `locater report` of your own runs and audits, `locater reproduce` of the paper."""
+"""`locater report`: your own runs and audits on one page."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -15,8 +15,6 @@ from locater.errors import ConfigError
 from locater.files import write_file
 from locater.paper.lab.figures import run_labels, run_sections
 from locater.paper.lab.run import Run
-from locater.paper.parts import published
-from locater.paper.reproduce import ReproduceConfig, reproduce
 from locater.report.audit_view import audit_exports, audit_labels, audit_sections
 from locater.report.charts import save_chart
 from locater.report.page import Section, render_page
@@ -88,32 +86,3 @@ def _export(folder: Path, sections: Sequence[Section], audits: Sequence[Audit]) 
         for suffix in (".svg", ".png", ".pdf"):
             save_chart(spec, folder / f"{name}{suffix}")
     say(f"wrote {3 * len(charts)} figures to {folder}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReproduceCommand(ReproduceConfig):
-    """Reproduce the paper: every figure, what is right and what is wrong, one page.
-
-    Published runs and studies come with the package; --results and --reality name others.
-    """
-
-    quick: bool = False
-    """The same as --scale quick."""
-    json: bool = False
-    """Print where the page is as JSON."""
-
-
-def do_reproduce(arguments: Sequence[str]) -> None:
-    """Make the page and print where it is."""
-    command = parse(ReproduceCommand, "reproduce", arguments)
-    command = replace(
-        command,
-        scale="quick" if command.quick else command.scale,
-        results=command.results or published("results/lab"),
-        reality=command.reality or published("results/reality"),
-    )
-    page = reproduce(command, report=say).resolve()
-    if command.json:
-        print_json({"page": str(page), "parts": command.parts})
-    else:
-        print(page)
