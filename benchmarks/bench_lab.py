@@ -31,13 +31,13 @@ from timing import Timing, cpu_time, ratio
 from torch.nn import functional
 
 from locater.paper.lab.batches import Batches
+from locater.paper.lab.loss import is_native
 from locater.paper.lab.model import Transformer, TransformerConfig
 from locater.paper.lab.settings import TrainConfig
 from locater.paper.lab.train import Meter
 
 VOCABULARY, LENGTH, BATCH = 33_278, 64, 64
 TOKENS = LENGTH * BATCH
-_BFLOAT16 = ("avx512_bf16", "amx_tile")
 
 
 def fast_dtype(device: torch.device | str = "cpu") -> torch.dtype | None:
@@ -45,9 +45,7 @@ def fast_dtype(device: torch.device | str = "cpu") -> torch.dtype | None:
     device = torch.device(device)
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else None
-    checks = [getattr(torch.cpu, f"_is_{name}_supported", None) for name in _BFLOAT16]
-    is_fast = device.type == "cpu" and any(check() for check in checks if check is not None)
-    return torch.bfloat16 if is_fast else None
+    return torch.bfloat16 if is_native(torch.bfloat16, device.type) else None
 
 
 PEERS = ("plain", "trainer", *(("former",) if fast_dtype() else ()))

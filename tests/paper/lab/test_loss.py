@@ -11,6 +11,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from locater import ConfigError, InputError
+from locater.paper.lab import loss as module
 from locater.paper.lab.loss import linear_cross_entropy
 
 Case = tuple[Tensor, Tensor, Tensor]
@@ -22,6 +23,12 @@ def case(tokens: int, model: int, vocabulary: int, *, seed: int, dtype: torch.dt
     weight = torch.randn(vocabulary, model, generator=generator, dtype=dtype)
     targets = torch.randint(vocabulary, (tokens,), generator=generator)
     return hidden.requires_grad_(), weight.requires_grad_(), targets
+
+
+@pytest.fixture(params=[True, False], ids=["multiplies in bfloat16", "does not"])
+def cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU with instructions for bfloat16, and one that multiplies rounded factors in float32."""
+    monkeypatch.setattr(module, "is_native", lambda *_: request.param)
 
 
 def with_gradients(loss: Tensor, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -60,6 +67,7 @@ def test_ignored_tokens_count_for_nothing() -> None:
     ][::3].any()
 
 
+@pytest.mark.usefixtures("cpu")
 def test_bfloat16_products_keep_the_error_of_their_factors() -> None:
     """Each logit is a sum of products of two rounded factors, rounded once more at the end."""
     hidden, weight, targets = case(200, 16, 300, seed=1, dtype=torch.float32)
@@ -89,6 +97,7 @@ def test_bfloat16_products_keep_the_error_of_their_factors() -> None:
         assert not torch.equal(mine, true)  # the products were indeed in bfloat16
 
 
+@pytest.mark.usefixtures("cpu")
 def test_bfloat16_probabilities_are_better_than_autocast() -> None:
     hidden, weight, targets = case(400, 32, 500, seed=2, dtype=torch.float32)
     with torch.no_grad():
@@ -176,6 +185,7 @@ def test_wrong_targets_are_named() -> None:
         linear_cross_entropy(hidden, weight, targets, chunk=0)
 
 
+@pytest.mark.usefixtures("cpu")
 def test_a_probability_too_small_for_any_number_has_a_finite_loss() -> None:
     hidden = torch.tensor([[200.0, 0.0], [1.0, 2.0]])
     weight = torch.tensor([[1.0, 0.0], [-1.0, 0.5], [0.0, 1.0]])

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 
 from locater.audit import audit_model, audit_timeline
 from locater.core.penalty import LocAteRConfig
@@ -23,7 +24,7 @@ from locater.paper.lab.batches import load_material
 from locater.paper.lab.run import DivergedError, Run, RunFolder, rounded
 from locater.paper.lab.settings import TrainConfig
 from locater.paper.lab.text import load_corpus
-from locater.paper.lab.train import Meter, load_trained, train
+from locater.paper.lab.train import Meter, RoundedProducts, load_trained, train
 
 WORDS = ("attention", "looks", "at", "late", "tokens", "and", "early", "ones", "of", "the", "text")
 SMALL = TrainConfig(
@@ -95,6 +96,29 @@ def test_a_run_cut_after_a_checkpoint_goes_on_bit_by_bit(
     )
     assert said == ["going on from step 4 of 12"]
     assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
+
+
+def test_rounded_products_are_those_of_autocast() -> None:
+    """Of whole numbers every sum is exact, so that nothing but roundings can tell them apart."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 4, 16), (16, 16), (16,), (2, 4, 16))
+    hidden, weight, bias, up = (
+        torch.randint(-40, 40, shape, generator=generator).float() for shape in shapes
+    )
+    hidden[0] += 1 / 1024  # not to be had in bfloat16
+
+    def found(mode: Any) -> list[torch.Tensor]:
+        parts = [part.clone().requires_grad_() for part in (hidden, weight, bias)]
+        with mode:
+            out = functional.linear(*parts)
+            mixed = functional.scaled_dot_product_attention(out * 0, out * 0, out)
+        return [out.float(), mixed.float(), *torch.autograd.grad((out * up).sum(), parts)]
+
+    ours = found(RoundedProducts(torch.bfloat16))
+    theirs = found(torch.autocast("cpu", torch.bfloat16))
+    plain = functional.linear(hidden, weight, bias)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    assert not torch.equal(ours[0], plain)
 
 
 def test_another_seed_is_another_run(text: Path, tmp_path: Path) -> None:

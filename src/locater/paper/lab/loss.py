@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -9,6 +10,21 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from locater.errors import ConfigError, InputError
+
+
+@cache
+def is_native(dtype: torch.dtype, device: str) -> bool:
+    """Whether a kind of device multiplies in a short dtype.
+
+    A CPU without instructions for it emulates it in every product, several times slower than the
+    same product in float32.
+    """
+    if device != "cpu":
+        return True
+    needed = ("avx512_bf16", "amx_tile") if dtype == torch.bfloat16 else ("amx_fp16",)
+    checks = [getattr(torch.cpu, f"_is_{name}_supported", lambda: False) for name in needed]
+    is_arm = torch.backends.cpu.get_cpu_capability() in ("SVE256", "SVE128")
+    return is_arm or any(check() for check in checks)
 
 
 def linear_cross_entropy(
@@ -128,17 +144,30 @@ class _Work:
 
 
 class _RoundedWork(_Work):
-    """Logits as chunk × vocabulary in a short dtype, turned into probabilities where they lie."""
+    """Logits as chunk × vocabulary in a short dtype, turned into probabilities where they lie.
+
+    Where the device has no products of that dtype, factors and results are rounded to it and
+    multiplied in float32: the same arithmetic but for the order of sums.
+    """
 
     best_chunk = 512
 
+    def __init__(self, *settings: Any) -> None:
+        super().__init__(*settings)
+        self.short, is_fast = self.kind, is_native(self.kind, self.hidden.device.type)
+        self.kind = self.short if is_fast else torch.float32
+        self.factor, self.buffer = self.factor.to(self.kind), self.buffer.to(self.kind)
+
+    def _round(self, values: Tensor) -> Tensor:
+        return values if values.dtype == self.short else values.copy_(values.to(self.short))
+
     def add(self, part: slice, hidden_grad: Tensor | None, weight_grad: Tensor | None) -> Tensor:
         """A chunk's summed loss; the logit of the target is taken in full precision."""
-        rows, goal = self.hidden[part].to(self.kind), self.targets[part]
+        rows, goal = self.hidden[part].to(self.short).to(self.kind), self.targets[part]
         scores = self.buffer[: self.weight.shape[0] * len(goal)].view(len(goal), -1)
-        torch.mm(rows, self.factor.mT, out=scores)
+        self._round(torch.mm(rows, self.factor.mT, out=scores))
         rounded = scores.gather(1, goal[:, None])[:, 0].to(self.exact)
-        torch.softmax(scores, -1, out=scores)
+        self._round(torch.softmax(scores, -1, out=scores))
         share = scores.gather(1, goal[:, None])[:, 0].to(self.exact)
         exact = (rows.to(self.exact) * self.factor[goal].to(self.exact)).sum(-1)
         losses = rounded - share.log() - exact
@@ -147,9 +176,9 @@ class _RoundedWork(_Work):
             logits = self.hidden[part][lost].to(self.exact) @ self.weight.to(self.exact).mT
             losses[lost] = logits.logsumexp(-1) - logits.gather(1, goal[lost, None])[:, 0]
         if hidden_grad is not None and weight_grad is not None:
-            hidden_grad[part] = scores @ self.factor
+            hidden_grad[part] = self._round(scores @ self.factor)
             if part.start:
-                weight_grad += scores.mT @ rows
+                weight_grad += self._round(scores.mT @ rows)
             else:
-                weight_grad.copy_(scores.mT @ rows)
+                weight_grad.copy_(self._round(scores.mT @ rows))
         return losses.sum()

@@ -21,6 +21,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from locater.control.locater import LocAteR
 from locater.control.stabilizers import Stabilizer
@@ -30,6 +32,7 @@ from locater.errors import ConfigError, InputError, needing
 from locater.files import held
 from locater.models.live import find_attention
 from locater.paper.lab.batches import IGNORED, Material, Source, generator, load_material
+from locater.paper.lab.loss import is_native
 from locater.paper.lab.model import Attention, Transformer, apply_stabilizer
 from locater.paper.lab.run import (
     Checkpoint,
@@ -203,7 +206,33 @@ class _Objective(nn.Module):
         self.model = model
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        return self.model.loss(inputs, targets)
+        dtype, device = self.model.loss_dtype, inputs.device.type
+        if dtype is None or is_native(dtype, device):
+            return self.model.loss(inputs, targets)
+        with torch.autocast(device, enabled=False), RoundedProducts(dtype):
+            return self.model.loss(inputs, targets)
+
+
+class RoundedProducts(TorchFunctionMode):
+    """What autocast computes, for a CPU without instructions for its dtype.
+
+    Factors and results of products are rounded, forward and backward; the products themselves are
+    taken in float32, which is several times as fast there.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func not in (functional.linear, functional.scaled_dot_product_attention):
+            return func(*args, **(kwargs or {}))
+        return self._rounded(func(*map(self._rounded, args), **(kwargs or {})))
+
+    def _rounded(self, value: Any) -> Any:
+        return value.to(self.dtype).to(value.dtype) if isinstance(value, Tensor) else value
 
 
 @dataclass(frozen=True, eq=False)
