@@ -24,6 +24,7 @@ from locater.control.stabilizers import (
     QKRate,
     SigmaReparam,
     Stabilizer,
+    capped_attention,
     stabilize,
 )
 from locater.models.live import find_attention
@@ -392,6 +393,41 @@ def test_a_penalty_says_what_it_did_not_see() -> None:
         other.layers[0].q_proj.weight.grad,
         plain.layers[0].q_proj.weight.grad,  # type: ignore[union-attr]
     )
+
+
+def test_a_penalty_on_some_layers_is_that_of_these_alone() -> None:
+    model, inputs = Stack(2), randn(2, 5, 8)
+    everywhere, second = (
+        stabilize(model, "z-loss", z_loss=1.0, layers=layers) for layers in (None, "1")
+    )
+    model.train()(inputs)
+    both, one = everywhere.penalty(), second.penalty()
+    everywhere.remove()
+    first = stabilize(model, "z-loss", z_loss=1.0, layers="0")
+    model(inputs)
+    other = first.penalty()
+    torch.testing.assert_close(both, (one + other) / 2)
+    assert one != other
+
+
+@pytest.mark.parametrize("method", SETTINGS)
+@pytest.mark.parametrize("comes_first", [True, False])
+def test_a_probe_does_not_count_what_a_penalty_computes(method: str, comes_first: bool) -> None:
+    model, inputs = Stack(2).train(), randn(2, 5, 8)
+    with Probe(model, queries="all") as alone:
+        model(inputs)
+    penalized = stabilize(model, method) if comes_first else None
+    with Probe(model, queries="all") as probe:
+        penalized = penalized or stabilize(model, method)
+        model(inputs)
+    assert isinstance(penalized.penalty(), Tensor)
+    assert [one.as_dict() for one in probe.records] == [one.as_dict() for one in alone.records]
+
+
+def test_a_cap_that_no_logit_reaches_leaves_attention_as_it_is() -> None:
+    query, key, value = randn(3, 2, 4, 6, 8).double()
+    capped = capped_attention(query, key, value, limit=1e9)
+    torch.testing.assert_close(capped, functional.scaled_dot_product_attention(query, key, value))
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])

@@ -350,14 +350,15 @@ def test_what_is_kept_is_limited_and_without_padding() -> None:
 
 def test_token_rank_is_that_of_the_definitions() -> None:
     model = Stack(1).double()
-    inputs = randn(3, 5, 8).double() + 1
-    mask = torch.ones(3, 1, 1, 5, dtype=torch.bool)
+    inputs = randn(4, 5, 8).double() + 1
+    mask = torch.ones(4, 1, 1, 5, dtype=torch.bool)
     mask[2, ..., 3:] = False
+    mask[3, ..., 2:] = False
     with Probe(model) as probe:
         model(inputs, mask)
     (rank,) = probe.rank
     expected = []
-    for one in (inputs[0], inputs[1], inputs[2, :3]):
+    for one in (inputs[0], inputs[1], inputs[2, :3], inputs[3, :2]):
         unit = one / one.norm(dim=1, keepdim=True)
         pairs = (unit @ unit.mT)[~torch.eye(len(one), dtype=torch.bool)]
         squares = torch.linalg.svdvals(one).square()
@@ -367,7 +368,7 @@ def test_token_rank_is_that_of_the_definitions() -> None:
     truth = torch.stack(expected).mean(0)
     found = torch.tensor([rank.similarity, rank.effective_rank, rank.residual]).double()
     torch.testing.assert_close(found, truth, rtol=1e-6, atol=1e-6)
-    assert rank.sequences == 3
+    assert rank.sequences == 4
 
 
 def test_metrics_are_plain_numbers_by_layer() -> None:

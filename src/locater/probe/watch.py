@@ -233,6 +233,9 @@ class _Frame:
     """What the recorder said to each call of attention."""
 
 
+_looking = threading.local()  # is_on while a recorder of this thread looks at a call
+
+
 class _Watch(TorchFunctionMode):
     """One forward pass: which module runs, and which attention it calls."""
 
@@ -324,6 +327,8 @@ class _Watch(TorchFunctionMode):
         known = next((one for one in reversed(self.frames) if one.place is not None), None)
         if known is None and (reader is _softmax_logits or not self.frames):
             return
+        if getattr(_looking, "is_on", False):  # a recorder's own arithmetic, not the model's
+            return
         frame = known or self._named_by_call(self.frames[-1])
         learns = self.recorder.keeps_graph and torch.is_grad_enabled()
         apart = saved_tensors_hooks(_same, _same)  # checkpointing counts what others save
@@ -339,8 +344,13 @@ class _Watch(TorchFunctionMode):
 
     def _report(self, frame: _Frame, logits: Logits | None) -> None:
         assert frame.place is not None
-        if logits is not None:
+        if logits is None:
+            return
+        _looking.is_on = True
+        try:
             frame.answers.append(self.recorder.attention_called(frame.place, logits))
+        finally:
+            _looking.is_on = False
 
     def _named_by_call(self, frame: _Frame) -> _Frame:
         """Attention in a module that no recipe reads is called by the module that calls it."""
