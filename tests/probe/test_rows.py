@@ -48,7 +48,7 @@ def test_every_block_size_gives_the_same_numbers(
         ours, theirs = getattr(parts, name), getattr(whole, name)
         torch.testing.assert_close(ours.mean, theirs.mean, equal_nan=True)
         torch.testing.assert_close(ours.values_squared, theirs.values_squared)
-    assert torch.equal(parts.max_logit, whole.max_logit)
+    torch.testing.assert_close(parts.max_logit, whole.max_logit)  # sums in another order
     assert torch.equal(parts.entropy.weights, whole.entropy.weights)
 
 
