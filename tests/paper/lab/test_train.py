@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,13 @@ from locater.core.penalty import LocAteRConfig
 from locater.errors import ConfigError, InputError, LocaterError
 from locater.files import held
 from locater.paper.lab.batches import load_material
+from locater.paper.lab.model import (
+    STABILIZERS,
+    StabilizerName,
+    Transformer,
+    TransformerConfig,
+    apply_stabilizer,
+)
 from locater.paper.lab.run import DivergedError, Run, RunFolder, rounded
 from locater.paper.lab.settings import TrainConfig
 from locater.paper.lab.text import load_corpus
@@ -119,6 +127,34 @@ def test_rounded_products_are_those_of_autocast() -> None:
     plain = functional.linear(hidden, weight, bias)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
     assert not torch.equal(ours[0], plain)
+
+
+@pytest.mark.parametrize("stabilizer", STABILIZERS)
+def test_rounded_products_round_where_autocast_does(stabilizer: StabilizerName) -> None:
+    """What enters and leaves every module has the same dtype, whatever holds attention."""
+    config = TransformerConfig(vocabulary=30, dim=8, heads=2, layers=2, length=6)
+    tokens = torch.randint(30, (2, 6), generator=torch.Generator().manual_seed(0))
+
+    def seen(mode: Any) -> tuple[list[Any], torch.Tensor]:
+        model = Transformer(config, torch.Generator().manual_seed(1)).eval()
+        apply_stabilizer(model, stabilizer, max_logit=0.1, learning_rate=1e-3)
+        kinds: list[Any] = []
+        for module in model.modules():
+            module.register_forward_hook(
+                lambda one, given, out: kinds.append(
+                    (type(one).__name__, *(part.dtype for part in (*given, out)))
+                )
+            )
+        with torch.autocast("cpu", torch.bfloat16), mode:
+            out = model(tokens)
+        return kinds, out
+
+    ours, autocast = seen(RoundedProducts(torch.bfloat16)), seen(nullcontext())
+    assert ours[0] == autocast[0]
+    assert sum(out == torch.bfloat16 for *_, out in ours[0]) >= 12  # six products in each layer
+    # a few roundings apart: of two layers, each with five in a row, none larger than its value
+    gap = (ours[1] - autocast[1]).abs().max() / autocast[1].abs().max()
+    assert gap <= 10 * torch.finfo(torch.bfloat16).eps
 
 
 def test_another_seed_is_another_run(text: Path, tmp_path: Path) -> None:
@@ -477,6 +513,13 @@ import torch._dynamo  # the optimizer's: once, for all children
 torch.set_num_threads(1)
 from locater.errors import LocaterError
 from locater.paper.lab.batches import load_material
+from locater.paper.lab.model import (
+    STABILIZERS,
+    StabilizerName,
+    Transformer,
+    TransformerConfig,
+    apply_stabilizer,
+)
 from locater.paper.lab.run import RunFolder
 from locater.paper.lab.settings import TrainConfig
 from locater.paper.lab.train import train

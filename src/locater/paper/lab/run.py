@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
@@ -22,6 +23,7 @@ from torch import Tensor
 from locater.errors import InputError, LocaterError
 from locater.files import LOCK, sync_folder, write_file
 from locater.notebook import Shown
+from locater.paper.lab.loss import is_native
 from locater.paper.lab.settings import TrainConfig
 
 Record = dict[str, Any]
@@ -338,6 +340,7 @@ def describe_environment(corpus: Mapping[str, Any]) -> Record:
         "machine": platform.machine(),
         "versions": versions,
         "commit": source_commit(),
+        "bfloat16": "native" if is_native(torch.bfloat16, "cpu") else "rounded float32",
         "corpus": dict(corpus),
     }
 

@@ -209,15 +209,21 @@ class _Objective(nn.Module):
         dtype, device = self.model.loss_dtype, inputs.device.type
         if dtype is None or is_native(dtype, device):
             return self.model.loss(inputs, targets)
-        with torch.autocast(device, enabled=False), RoundedProducts(dtype):
+        with torch.autocast(device, dtype), RoundedProducts(dtype):
             return self.model.loss(inputs, targets)
 
 
-class RoundedProducts(TorchFunctionMode):
-    """What autocast computes, for a CPU without instructions for its dtype.
+_PRODUCTS = (
+    functional.linear, functional.scaled_dot_product_attention, torch.matmul, Tensor.matmul,
+    Tensor.__matmul__, Tensor.__rmatmul__,
+)  # fmt: skip
 
-    Factors and results of products are rounded, forward and backward; the products themselves are
-    taken in float32, which is several times as fast there.
+
+class RoundedProducts(TorchFunctionMode):
+    """Autocast for a CPU without instructions for its dtype.
+
+    Factors and results of products are rounded, forward and backward, as autocast does; the
+    products themselves are taken in float32, which is several times as fast there.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -227,12 +233,14 @@ class RoundedProducts(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        if func not in (functional.linear, functional.scaled_dot_product_attention):
+        if func not in _PRODUCTS:
             return func(*args, **(kwargs or {}))
-        return self._rounded(func(*map(self._rounded, args), **(kwargs or {})))
-
-    def _rounded(self, value: Any) -> Any:
-        return value.to(self.dtype).to(value.dtype) if isinstance(value, Tensor) else value
+        wide = [
+            one.to(self.dtype).float() if isinstance(one, Tensor) and one.is_floating_point()
+            else one for one in args
+        ]  # fmt: skip
+        with torch.autocast("cpu", enabled=False):
+            return func(*wide, **(kwargs or {})).to(self.dtype)
 
 
 @dataclass(frozen=True, eq=False)
