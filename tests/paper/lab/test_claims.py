@@ -11,12 +11,17 @@ from locater.paper.lab.claims import (
     Runs,
     all_seeds,
     curve_verdicts,
+    passes,
+    protocol_finding,
+    protocol_table,
     protocol_verdicts,
     stripes_verdict,
 )
+from locater.paper.lab.figures import bands_chart
 from locater.paper.lab.presets import Setting, Sweep, compared
 from locater.paper.lab.run import Run
 from locater.paper.lab.settings import TrainConfig
+from locater.paper.lab.summary import summarize
 
 BASE = TrainConfig(steps=4)
 SETTINGS = (
@@ -107,6 +112,15 @@ def test_stripes_are_fewer_tokens_with_locater_than_without() -> None:
         assert both == ("depends on the reading" if stripes else "differs")
 
 
+def test_a_figure_says_how_often_its_runs_saw_the_text() -> None:
+    def run(length: int) -> dict[str, Run]:
+        return {"0": Run(BASE, {"corpus": {"train": length}}, [])}  # 4 steps of 64 x 64 tokens
+
+    assert passes(run(167)) == "98 passes, "
+    assert passes(run(22_140)) == ".74 passes, "
+    assert passes({"0": Run(BASE, {}, [])}) == passes({}) == ""
+
+
 def test_one_strength_has_no_trend() -> None:
     sweep, runs = results(AS_CLAIMED, seeds=3)
     few = tuple(setting for setting in sweep.settings if setting.kappa != 0.0)
@@ -125,7 +139,8 @@ def regime(values: dict[str, tuple[float, float]], *, seeds: int = 3) -> tuple[S
         for seed in sweep.all_seeds:
             noise = 1e-3 * math.sin(seed + place)
             record = {"step": 4, "end": "finished", "whole_valid_loss": loss + noise,
-                      "entropy": [entropy + noise]}  # fmt: skip
+                      "entropy": [entropy + noise], "test_loss": loss, "trace": [1.0],
+                      "frobenius_squared": [1.0], "rho": [FLAT]}  # fmt: skip
             config = replace(setting.config, seed=seed)
             runs[config.digest] = Run(config, {}, [record])
     return sweep, runs
@@ -169,6 +184,51 @@ def test_a_gain_is_not_decided_before_the_announced_seeds_have_ended() -> None:
     (gain, _) = protocol_verdicts({"passes-3": (sweep, runs)}, (sweep, runs), "protocol")
     assert gain.outcome == "undecided"
     assert "2 seeds" in gain.found
+
+
+def test_undecided_is_provisional_while_another_regime_may_still_change_the_correction() -> None:
+    whole = regime({"printed": (4.0, 2.0)})
+    begun = (whole[0], {digest: run for digest, run in whole[1].items() if run.config.seed == 300})
+    (alone, _) = protocol_verdicts({"passes-3": whole}, whole, "protocol")
+    assert "undecided" not in alone.found  # equal, by less than the margin
+    noisy = regime({}, seeds=3)
+    for place, run in enumerate(noisy[1].values()):
+        run.records[-1]["whole_valid_loss"] += 0.1 * math.sin(place**2)
+    for others, word in (({"passes-15": begun}, "undecided so far ("), ({}, "undecided (")):
+        (first, *_) = protocol_verdicts({"passes-3": noisy} | others, whole, "protocol")
+        assert first.found.count(word) == 2
+
+
+def test_the_second_look_stands_beside_the_first() -> None:
+    sweep, runs = regime(CAUSED, seeds=10)
+    five = protocol_table({"passes-3": (replace(sweep, seeds=5), runs)})
+    assert "after five seeds" not in five
+    ten = protocol_table({"passes-3": (sweep, runs)})
+    assert ten.count("**lower** (after five seeds: lower)") == 2
+    assert ten.count("10 of 10") == 2
+
+
+def test_the_table_says_it_where_every_run_diverged() -> None:
+    sweep, runs = regime(GAINS)
+    for seed in sweep.all_seeds:
+        config = replace(sweep.settings[1].config, seed=seed)
+        first = {"step": 2, "whole_valid_loss": 4.0, "entropy": [2.0]}
+        runs[config.digest] = Run(config, {}, [first, {"step": 3, "end": "diverged"}])
+    table = protocol_table({"passes-3": (sweep, runs)})
+    assert "no test: 0 runs without it and 3 with it diverged" in table
+    assert "3 with it diverged" in protocol_finding({"passes-3": (sweep, runs)})
+    few = replace(sweep, settings=sweep.settings[:3])
+    assert bands_chart({"passes-3": (few, runs)}).to_dict()["concat"]
+
+
+def test_a_sweep_leaves_the_primary_comparisons_to_the_protocol() -> None:
+    sweep, runs = regime({"printed": (4.2, 2.0), "qk-norm": (4.2, 2.0)})
+    said = {row.setting.method: row.verdict for row in summarize(sweep, runs)}
+    assert (said["printed"], said["qk-norm"]) == ("see the protocol", "higher")
+    (method,) = (one for one in sweep.settings if one.method == "qk-norm")
+    runs.pop(replace(method.config, seed=302).digest)
+    said = {row.setting.method: row.verdict for row in summarize(sweep, runs)}
+    assert said["qk-norm"] == ""  # not before all of its seeds have ended
 
 
 def test_a_second_five_seeds_count_once_every_setting_has_them() -> None:

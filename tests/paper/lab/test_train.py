@@ -625,3 +625,14 @@ def test_a_run_whose_last_model_is_gone_is_not_finished(text: Path, tmp_path: Pa
     assert RunFolder(tmp_path / "run", is_writer=False).finished() is None
     assert finish(SMALL, tmp_path / "run", text).records == whole.records
     assert contents(tmp_path / "run") == before
+
+
+def test_what_a_finished_run_measured_outlives_its_checkpoints(text: Path, tmp_path: Path) -> None:
+    finish(SMALL, tmp_path / "run", text)
+    measured = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    said: list[str] = []
+    train(SMALL, tmp_path / "run", data=str(text), trackers=(), say=said.append)
+    assert "its metrics are in" in said[0]
+    assert (tmp_path / "run" / "metrics.old.jsonl").read_bytes() == measured
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == measured

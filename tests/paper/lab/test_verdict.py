@@ -30,9 +30,7 @@ MARGIN = PERPLEXITY.margin
 
 
 def compared_with(*differences: float, diverged: tuple[int, int] = (0, 0)) -> Comparison:
-    return with_tests(
-        Comparison(regime="r", method="m", differences=differences, diverged=diverged)
-    )
+    return with_tests(Comparison(differences=differences, diverged=diverged))
 
 
 @pytest.mark.parametrize(
@@ -146,6 +144,38 @@ def test_a_trend_is_the_slope_over_the_logarithm_of_the_strength() -> None:
     assert trend(sweep, runs, settings, PERPLEXITY).differences == pytest.approx(slopes)
     ends = trend(sweep, runs, [settings[0], settings[-1]], PERPLEXITY).differences
     assert ends == pytest.approx((losses[:, -1] - losses[:, 0]).tolist())
+
+
+def test_a_trend_with_a_run_that_diverged_in_the_middle_is_not_tested() -> None:
+    kappas = (1e-3, 1e-2, 1e-1)
+    settings = tuple(
+        Setting(label=f"{k:g}", config=replace(TrainConfig(), mean_strength=k), kappa=k)
+        for k in kappas
+    )
+    sweep = Sweep(name="s", question="?", settings=settings, seeds=3)
+    runs = {config.digest: fake(config, 4.0 - config.mean_strength) for config in sweep.configs()}
+    lost = replace(settings[1].config, seed=1)
+    runs[lost.digest] = Run(lost, {}, [{"step": 1, "end": "diverged"}])
+    found = trend(sweep, runs, settings, PERPLEXITY)
+    assert math.isnan(found.p_different)
+    assert found.sentence == "no test: 0 runs without it and 1 with it diverged"
+
+
+def test_no_seed_may_choose_and_judge() -> None:
+    for first, seeds in ((200, 2), (196, 5), (204, 2)):
+        sweep = compared("s", "?", TrainConfig(), ["none"], grid=RATES, seeds=seeds,
+                         first_seed=first)  # fmt: skip
+        with pytest.raises(ConfigError, match="none may do both"):
+            confirmed(sweep, trained, seeds=5)
+
+
+def test_a_rate_that_is_still_at_the_end_of_its_grid_is_called_so() -> None:
+    def ever_better(sweep: Sweep) -> dict[str, Run]:
+        return {c.digest: fake(c, 4 - c.learning_rate) for c in sweep.configs()}
+
+    sweep = compared("s", "?", TrainConfig(), ["none"], grid=RATES, seeds=2, first_seed=100)
+    fresh, _ = confirmed(sweep, ever_better, seeds=5)
+    assert fresh.settings[0].label == "learning_rate = 0.064, none (end of the grid)"
 
 
 def test_every_method_is_judged_at_its_own_rate_on_fresh_seeds() -> None:

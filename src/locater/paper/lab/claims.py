@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from locater.paper.claims import Outcome, Verdict
-from locater.paper.lab.presets import PAIR, READINGS, Setting, Sweep, sweep_named
+from locater.paper.lab.presets import PAIR, PRIMARY, READINGS, Setting, Sweep, sweep_named
 from locater.paper.lab.run import Run
 from locater.paper.lab.summary import (
     ENTROPY,
+    ENTROPY_AT_BEST,
     LAST,
     PARTICIPATION,
     PERPLEXITY,
@@ -45,10 +46,9 @@ def outcome(sign: int, comparisons: Sequence[Comparison]) -> Outcome:
     }
     if None in answers or not answers:
         return "undecided"
-    return "depends on the reading" if len(answers) > 1 else _ALL[answers.pop()]
-
-
-_ALL: dict[bool | None, Outcome] = {True: "reproduced", False: "differs"}
+    if len(answers) > 1:
+        return "depends on the reading"
+    return "reproduced" if True in answers else "differs"
 
 
 def told(comparisons: Sequence[Comparison], names: Sequence[str]) -> str:
@@ -74,7 +74,7 @@ def curve_verdicts(sweep: Sweep, runs: Runs, section: str) -> list[Verdict]:
         [trend(sweep, runs, group, kind[2]) for kind in kinds for group in readings.values()]
     )
     config, count = sweep.settings[0].config, len(readings)
-    size = f"[d = {config.dim}, layers: {config.layers}, .74 passes, untuned]"
+    size = f"[d = {config.dim}, layers: {config.layers}, {passes(runs)}untuned]"
     verdicts = []
     for place, (letter, claim, _, sign) in enumerate(kinds):
         some = found[count * place : count * (place + 1)]
@@ -88,6 +88,16 @@ def curve_verdicts(sweep: Sweep, runs: Runs, section: str) -> list[Verdict]:
             )
         )
     return verdicts
+
+
+def passes(runs: Runs) -> str:
+    """How often some runs saw their text; nothing where they do not say how long it is."""
+    for run in runs.values():
+        length = run.environment.get("corpus", {}).get("train")
+        if isinstance(length, int) and length > 0:
+            times = run.config.steps * run.config.batch * run.config.tokens / length
+            return f"{times:.2g} passes, ".replace("0.", ".", times < 1)
+    return ""
 
 
 def stripes_verdict(sweep: Sweep, runs: Runs, section: str) -> Verdict:
@@ -112,7 +122,8 @@ def stripes_verdict(sweep: Sweep, runs: Runs, section: str) -> Verdict:
 def primary(regimes: Regimes) -> dict[str, list[Comparison]]:
     """Both readings against none in the protocol's regimes, Holm over all of them.
 
-    Nothing is decided before all the seeds that were announced have ended.
+    Nothing is decided before all the seeds that were announced have ended; what is undecided is
+    so for good only when all comparisons are there, for the correction depends on all of them.
     """
     flat = []
     for sweep, runs in regimes.values():
@@ -120,7 +131,8 @@ def primary(regimes: Regimes) -> dict[str, list[Comparison]]:
             one = compare(sweep, runs, _method(sweep, reading))
             is_whole = len(one.differences) == sweep.seeds
             flat.append(one if is_whole else replace(one, p_different=math.nan, p_apart=math.nan))
-    found = judged(flat)
+    is_final = not any(math.isnan(one.p_different) for one in flat)
+    found = [replace(one, is_final=is_final) for one in judged(flat)]
     return {
         name: found[len(PAIR) * place : len(PAIR) * (place + 1)]
         for place, name in enumerate(regimes)
@@ -151,14 +163,14 @@ def _cause(
 ) -> Verdict:
     """Whether perplexity falls *because* entropy rises: three conditions, all of them needed."""
     parts, supported = [], []
-    changes = {
-        method: tuple(
-            compare(*others, _method(others[0], method), kind) for kind in (ENTROPY, PERPLEXITY)
-        )
-        for method in (*OTHER_WAYS, *SINGLE_TERMS)
-    }
-    for reading, loss in zip(PAIR, perplexity, strict=True):
-        entropy = compare(*regime, _method(regime[0], reading), ENTROPY)
+    methods = (*OTHER_WAYS, *SINGLE_TERMS)
+    columns = [
+        judged([compare(*others, _method(others[0], method), kind) for method in methods])
+        for kind in (ENTROPY_AT_BEST, PERPLEXITY)
+    ]
+    changes = dict(zip(methods, zip(*columns, strict=True), strict=True))
+    risen = judged([compare(*regime, _method(regime[0], one), ENTROPY_AT_BEST) for one in PAIR])
+    for reading, loss, entropy in zip(PAIR, perplexity, risen, strict=True):
         gain, rise = -_mean(loss), _mean(entropy)
         alike = [m for m in OTHER_WAYS if _mean(changes[m][0]) >= 0.8 * rise]
         as_good = [m for m in alike if -_mean(changes[m][1]) >= 0.8 * gain]
@@ -175,7 +187,8 @@ def _cause(
         supported.append(all(conditions.values()))
         said = (f"{text} ({'yes' if holds else 'no'})" for text, holds in conditions.items())
         parts.append(f"{READINGS[reading]}: {'; '.join(said)}")
-    is_whole = all(len(one.differences) > 1 for pair in changes.values() for one in pair)
+    there = ((regime[0], [*perplexity, *risen]), (others[0], [*columns[0], *columns[1]]))
+    is_whole = all(len(one.differences) == sweep.seeds for sweep, found in there for one in found)
     unsure: Outcome = "not supported" if is_whole else "undecided"
     return Verdict(
         where="Sec. 7",
@@ -212,24 +225,32 @@ REGIMES = {
 
 def protocol_regimes(results: Path) -> dict[str, tuple[Sweep, Runs]]:
     """The main regimes with those of their runs that are published; nothing is trained."""
+    stored = {"tuned": "tuned-confirmed"}
+    names = (*REGIMES, "passes-3-others")
+    return {name: _published(stored.get(name, name), results) for name in names}
+
+
+def _published(name: str, results: Path) -> tuple[Sweep, Runs]:
+    """A sweep with its published runs, second seeds too; NAME-confirmed has those that judge."""
     folders = SweepFolders(out=results, results=results)
+    sweep = sweep_named(name.removesuffix("-confirmed"))
+    if name != sweep.name:
+        sweep, _ = confirmed(sweep, folders.ended, seeds=5)
+    runs = folders.ended(replace(sweep, seeds=2 * sweep.seeds))
+    return all_seeds(sweep, runs) if name.removesuffix("-confirmed") in PRIMARY else sweep, runs
 
-    def published(sweep: Sweep) -> Runs:
-        return folders.ended(replace(sweep, seeds=2 * sweep.seeds))
 
-    found = {}
-    for name in (*REGIMES, "passes-3-others"):
-        sweep = sweep_named(name)
-        runs = published(sweep)
-        if name == "tuned":
-            sweep, runs = confirmed(sweep, published, seeds=5)
-        found[name] = all_seeds(sweep, runs), runs
-    return found
+def _first_look(regimes: Regimes) -> dict[str, list[Comparison]]:
+    """What was said after the first five seeds, in the regimes that have ten."""
+    first = {name: (replace(sweep, seeds=min(sweep.seeds, 5)), runs)
+             for name, (sweep, runs) in regimes.items()}  # fmt: skip
+    found = primary(first)
+    return {name: found[name] for name, (sweep, _) in regimes.items() if sweep.seeds > 5}
 
 
 def protocol_table(regimes: Regimes) -> str:
     """Every main comparison with its verdict, and the secondary outcomes beside it."""
-    found, rows = primary(regimes), []
+    found, before, rows = primary(regimes), _first_look(regimes), []
     for name, (sweep, runs) in regimes.items():
         for place, reading in enumerate(PAIR):
             setting = _method(sweep, reading)
@@ -238,11 +259,14 @@ def protocol_table(regimes: Regimes) -> str:
                 for kind in (TEST, LAST, ENTROPY)
             }
             best = found[name][place]
+            words = f"**{best.words}**"
+            if name in before:
+                words += f" (after five seeds: {before[name][place].words})"
             rows.append(
                 {
                     "regime": REGIMES[name],
                     "LocAteR": READINGS[reading],
-                    "verdict": f"**{best.words}**" if best.differences else "no run is finished",
+                    "verdict": words if _is_begun(best) else "no run is finished",
                     "best": PERPLEXITY.text(best.differences),
                     **side,
                     "seeds": f"{len(best.differences)} of {sweep.seeds}",
@@ -256,9 +280,13 @@ def protocol_table(regimes: Regimes) -> str:
     return markdown_table(rows, columns) + "\n"
 
 
+def _is_begun(comparison: Comparison) -> bool:
+    return bool(comparison.differences) or any(comparison.diverged)
+
+
 def protocol_finding(regimes: Regimes) -> str:
     """What the finished comparisons come to, with each one's number; empty while there is none."""
-    found = {name: pair for name, pair in primary(regimes).items() if pair[0].differences}
+    found = {name: pair for name, pair in primary(regimes).items() if any(map(_is_begun, pair))}
     words = {one.finding for pair in found.values() for one in pair}
     lead = (
         "Whether LocAteR lowers perplexity depends on how much text there is and on the reading"
@@ -299,11 +327,7 @@ def published_table(name: str, results: Path) -> str:
     if name == "protocol":
         regimes = protocol_regimes(results)
         return protocol_table({regime: regimes[regime] for regime in REGIMES})
-    published = SweepFolders(out=results, results=results).ended
-    sweep = sweep_named(name.removesuffix("-confirmed"))
-    if name != sweep.name:
-        return markdown(summarize(*confirmed(sweep, published, seeds=5)))
-    return markdown(summarize(sweep, published(sweep)))
+    return markdown(summarize(*_published(name, results)))
 
 
 def _by_reading(sweep: Sweep) -> dict[str, list[Setting]]:

@@ -369,7 +369,8 @@ def _bands(sweep: Sweep, runs: Mapping[str, Run]) -> Any:
     lines, best = [], []
     for setting in sweep.settings:
         name = SHORT[setting.method]
-        found = [run.series("whole_valid_loss") for run in ended(sweep, runs, setting).values()]
+        whole = [run for run in ended(sweep, runs, setting).values() if not run.has_diverged]
+        found = [run.series("whole_valid_loss") for run in whole]
         best += [
             {"method": name, "step": step, "perplexity": math.exp(loss)}
             for step, loss in (min(series, key=lambda pair: pair[1]) for series in found)

@@ -321,6 +321,8 @@ def _value(name: str, text: str, default: Any) -> Any:
 SELECTION, CONFIRMATION, JUDGED = 100, 200, 300
 """First seeds: to choose a learning rate, to judge at that rate, to judge without a choice."""
 RATES = (5e-4, 1e-3, 2e-3, 4e-3)
+PRIMARY = ("passes-0.6", "passes-3", "passes-15", "tuned")
+"""The protocol's main regimes: there both readings against none are judged together."""
 
 
 def _protocol() -> list[Sweep]:

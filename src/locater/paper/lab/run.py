@@ -254,10 +254,19 @@ class RunFolder:
                 continue
             self._truncate(checkpoint.metrics_bytes)
             return checkpoint, said
+        if self.is_writer and self.metrics.exists() and self._was_finished():
+            kept = self.metrics.with_suffix(".old.jsonl")
+            self.metrics.replace(kept)  # its end was reached once: what was measured is not lost
+            said.append(f"the run was over, but its models are gone; its metrics are in {kept}.")
         self._truncate(0)
         if said:
             said.append("no checkpoint is whole; starting again from step 0.")
         return None, said
+
+    def _was_finished(self) -> bool:
+        """Whether the metrics reach the end of the run, whatever became of its models."""
+        found = self.load()
+        return found.final is not None and not found.has_diverged
 
     def load(self) -> Run:
         """The run as it is on disk now."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from locater.core import theory
 from locater.errors import InputError, needing
-from locater.paper.lab.presets import Setting, Sweep
+from locater.paper.lab.presets import PAIR, PRIMARY, Setting, Sweep
 from locater.paper.lab.run import Record, Run
 from locater.report.tables import markdown_table
 
@@ -103,6 +103,13 @@ def best_loss(run: Run) -> float:
     return min(_losses(run))
 
 
+def entropy_at_best(run: Run) -> float:
+    """The mean entropy over layers at the step of the best loss."""
+    scored = [one for one in run.records if one.get("whole_valid_loss") is not None]
+    values = min(scored, key=lambda one: float(one["whole_valid_loss"]))["entropy"]
+    return math.nan if None in values else sum(values) / len(values)
+
+
 def last_loss(run: Run) -> float:
     """The loss on all of valid after the last step."""
     return _losses(run)[-1]
@@ -153,7 +160,8 @@ SCALE = Quantity(
     is_log=True,
 )
 ENTROPY = Quantity("entropy", lambda run: final_mean(run, "entropy"), 0.02)
-"""In nats; the largest there is, ln 64, is 4.16."""
+"""In nats, after the last step; the largest there is, ln 64, is 4.16."""
+ENTROPY_AT_BEST = replace(ENTROPY, value=lambda run: entropy_at_best(run))
 PARTICIPATION = Quantity("share of tokens that take part in ρ", participation, 0.02)
 
 
@@ -161,8 +169,6 @@ PARTICIPATION = Quantity("share of tokens that take part in ρ", participation, 
 class Comparison:
     """A quantity of one setting against that of another, seed by seed."""
 
-    regime: str
-    method: str
     quantity: Quantity = PERPLEXITY
     differences: tuple[float, ...]
     """One for each seed that both have finished; of the log perplexity unless said."""
@@ -172,6 +178,8 @@ class Comparison:
     """Of a two-sided paired t-test; `judged` puts the corrected one here."""
     p_apart: float = math.nan
     """Of two one-sided tests against ± the margin: small where the difference is smaller."""
+    is_final: bool = True
+    """False while others that it is corrected with are not there yet: it may still be decided."""
 
     @property
     def finding(self) -> Finding:
@@ -190,9 +198,9 @@ class Comparison:
         margin = f"{small:.2g} %".replace("0.", ".") if small else f"{self.quantity.margin:g}"
         if self.finding == "equivalent":
             return f"equivalent within ±{margin}"
-        if self.finding != "undecided" and is_small:
-            return f"{self.finding}, but by less than {margin}"
-        return self.finding
+        if self.finding == "undecided":
+            return "undecided" if self.is_final else "undecided so far"
+        return f"{self.finding}, but by less than {margin}" if is_small else self.finding
 
     @property
     def sentence(self) -> str:
@@ -229,9 +237,7 @@ def compare(
     """One setting of a sweep against another, by default that without any method in its group."""
     before = before or baseline(sweep, setting)
     assert before is not None
-    return _paired(
-        sweep, runs, [before, setting], quantity, setting, lambda first, last: last - first
-    )
+    return _paired(sweep, runs, [before, setting], quantity, lambda first, last: last - first)
 
 
 def trend(
@@ -249,7 +255,7 @@ def trend(
     middle, reach = sum(x) / len(x), x[-1] - x[0]
     weights = [(one - middle) * reach / sum((o - middle) ** 2 for o in x) for one in x]
     return _paired(
-        sweep, runs, strong, quantity, strong[-1],
+        sweep, runs, strong, quantity,
         lambda *values: sum(w * v for w, v in zip(weights, values, strict=True)),
     )  # fmt: skip
 
@@ -259,7 +265,6 @@ def _paired(
     runs: Mapping[str, Run],
     settings: Sequence[Setting],
     quantity: Quantity,
-    named: Setting,
     change: Callable[..., float],
 ) -> Comparison:
     """A change across settings, seed by seed, where all of them have come to their end."""
@@ -268,15 +273,13 @@ def _paired(
     whole = [s for s in seeds if not any(one[s].has_diverged for one in found)]
     return with_tests(
         Comparison(
-            regime=sweep.name,
-            method=named.method or named.label,
             quantity=quantity,
             differences=tuple(
                 change(*(quantity.value(one[seed]) for one in found)) for seed in whole
             ),
             diverged=(
                 sum(found[0][seed].has_diverged for seed in seeds),
-                sum(found[-1][seed].has_diverged for seed in seeds),
+                sum(one[seed].has_diverged for seed in seeds for one in found[1:]),
             ),
         )
     )
@@ -367,17 +370,31 @@ class Row:
 
 
 def summarize(sweep: Sweep, runs: Mapping[str, Run]) -> list[Row]:
-    """A row for every setting; `runs` are by digest, missing ones are left out."""
+    """A row for every setting; `runs` are by digest, missing ones are left out.
+
+    Verdicts are corrected over the sweep and wait for all of a setting's seeds; those of the
+    protocol's primary comparisons are not given here, for they are corrected over all regimes.
+    """
     methods = [one for one in sweep.settings if baseline(sweep, one) not in (one, None)]
-    found = judged([compare(sweep, runs, setting) for setting in methods])
-    words = {
-        setting.label: (one.differences, one.words if len(one.differences) > 1 else "")
-        for setting, one in zip(methods, found, strict=True)
-    }
+    compared = {one.label: compare(sweep, runs, one) for one in methods}
+    own = [one.label for one in methods if not is_primary(sweep, one)]
+    words = dict.fromkeys(compared, "see the protocol")
+    for label, found in zip(own, judged([compared[label] for label in own]), strict=True):
+        is_whole = len(found.differences) + sum(found.diverged) >= sweep.seeds > 1
+        words[label] = found.words if is_whole else ""
     return [
-        _row(sweep, runs, setting, *words.get(setting.label, ((), "")))
+        _row(
+            sweep, runs, setting,
+            compared[setting.label].differences if setting.label in compared else (),
+            words.get(setting.label, ""),
+        )
         for setting in sweep.settings
-    ]
+    ]  # fmt: skip
+
+
+def is_primary(sweep: Sweep, setting: Setting) -> bool:
+    """Whether the protocol judges a setting by its primary comparisons."""
+    return sweep.name.removesuffix("-confirmed") in PRIMARY and setting.method in PAIR
 
 
 def markdown(rows: Sequence[Row]) -> str:

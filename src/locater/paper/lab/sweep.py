@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from locater.engines import Engine, run_units
-from locater.errors import InputError, LocaterError
+from locater.errors import ConfigError, InputError, LocaterError
 from locater.paper.lab.batches import load_material
 from locater.paper.lab.presets import CONFIRMATION, Setting, Sweep
 from locater.paper.lab.run import DivergedError, Run, RunFolder
@@ -113,6 +113,13 @@ def confirmed(
     A method whose best learning rate is at an end of its grid gets a rate beyond it, twice or half
     as large, until it is not, or five times.
     """
+    last = CONFIRMATION + seeds
+    if sweep.first_seed < last and sweep.first_seed + sweep.seeds > CONFIRMATION:
+        raise ConfigError(
+            f"seeds {sweep.first_seed} to {sweep.first_seed + sweep.seeds - 1} would choose and "
+            f"{CONFIRMATION} to {last - 1} judge: none may do both.",
+            hint="give another --first-seed, or fewer --seeds.",
+        )
     runs = dict(train(sweep))
     for _ in range(5):
         wider = _widened(sweep, chosen(sweep, runs))
@@ -120,6 +127,9 @@ def confirmed(
             break
         sweep, runs = wider, {**runs, **train(wider)}
     best = chosen(sweep, runs)
+    for method in _at_ends(sweep, best):  # still, after five rates more
+        label = f"{best[method].label} (end of the grid)"
+        best[method] = replace(best[method], label=label)
     fresh = replace(
         sweep,
         name=f"{sweep.name}-confirmed",
@@ -133,21 +143,28 @@ def confirmed(
 def _widened(sweep: Sweep, best: Mapping[str, Setting]) -> Sweep | None:
     """The sweep with a point more for each method that is best at an end; None if none is."""
     more = []
+    for method, rate in _at_ends(sweep, best).items():
+        where, setting = f"learning_rate = {rate:g}", best[method]
+        more.append(
+            replace(
+                setting,
+                label=f"{where}, {method}",
+                config=replace(setting.config, learning_rate=rate),
+                group=where,
+            )
+        )
+    return replace(sweep, settings=(*sweep.settings, *more)) if more else None
+
+
+def _at_ends(sweep: Sweep, best: Mapping[str, Setting]) -> dict[str, float]:
+    """The methods that are best at an end of their grid, and the learning rate beyond it."""
+    found = {}
     for method, setting in best.items():
         rates = sorted({s.config.learning_rate for s in sweep.settings if s.method == method})
         rate = setting.config.learning_rate
         if len(rates) > 1 and rate in (rates[0], rates[-1]):
-            rate = rate * 2 if rate == rates[-1] else rate / 2
-            where = f"learning_rate = {rate:g}"
-            more.append(
-                replace(
-                    setting,
-                    label=f"{where}, {method}",
-                    config=replace(setting.config, learning_rate=rate),
-                    group=where,
-                )
-            )
-    return replace(sweep, settings=(*sweep.settings, *more)) if more else None
+            found[method] = rate * 2 if rate == rates[-1] else rate / 2
+    return found
 
 
 def _check_corpus(runs: Iterable[Run], data: str) -> None:
