@@ -16,6 +16,7 @@ from locater.paper.lab.run import Run
 from locater.paper.lab.settings import TrainConfig
 from locater.paper.lab.summary import (
     PERPLEXITY,
+    SCALE,
     Comparison,
     chosen,
     compare,
@@ -59,6 +60,12 @@ def test_both_tests_are_those_of_scipy() -> None:
 def test_a_small_but_certain_difference_says_how_small() -> None:
     assert "lower, but by less than .5 %" in compared_with(-0.002, -0.0021, -0.0019).sentence
     assert "but" not in compared_with(-0.02, -0.021, -0.019).sentence
+
+
+def test_a_large_change_is_told_as_a_ratio() -> None:
+    assert SCALE.text([math.log(8000)] * 3) == "× 8,000 [8,000, 8,000]"
+    assert SCALE.text([math.log(0.05)]) == "× 0.05"
+    assert SCALE.text([math.log(1.5), math.log(1.5)]) == "+50.00 ± 0.00 %"
 
 
 def test_runs_that_diverged_are_said_and_not_tested() -> None:

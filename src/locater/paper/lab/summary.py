@@ -140,8 +140,12 @@ class Quantity:
     """Differences of logarithms are told as percentages."""
 
     def text(self, values: Sequence[float]) -> str:
-        """The mean difference with half its 95 % interval."""
+        """The mean difference with half its 95 % interval; a ratio where it is a large one."""
         found = Interval.of(values)
+        if self.is_log and abs(found.mean) > math.log(10):
+            times = [exp(found.mean + sign * found.half) for sign in (0, -1, 1) if found.half >= 0]
+            middle, *ends = (f"{float(f'{one:.2g}'):,.10g}" for one in times or [exp(found.mean)])
+            return f"× {middle}" + (f" [{', '.join(ends)}]" if ends else "")
         if self.is_log:
             found = Interval(percent(found.mean), 100 * found.half * exp(found.mean))
         if not values:
