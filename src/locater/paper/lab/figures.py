@@ -234,7 +234,14 @@ def _panel(
     )
     is_log = name in ("perplexity", "frobenius_squared")
     scale: dict[str, Any] = {"type": "log", "nice": False} if is_log else {"zero": False}
-    y = alt.Y("value:Q", title=title, scale=alt.Scale(**scale), axis=alt.Axis(grid=not is_log))
+    axis: dict[str, Any] = {"grid": not is_log}
+    spread = [r[end] for r in values for end in ("low", "high") if r[end] > 0]
+    if is_log and max(spread, default=1) > 1e3 * min(spread, default=1):
+        low, high = (math.log10(end(spread)) for end in (min, max))
+        powers = range(math.ceil(low), math.floor(high) + 1)
+        axis |= {"values": [10.0**power for power in powers[:: len(powers) // 5 + 1]]}
+        axis |= {"labelExpr": "format(datum.value, '.0e')"}
+    y = alt.Y("value:Q", title=title, scale=alt.Scale(**scale), axis=alt.Axis(**axis))
     base = alt.Chart(alt.Data(values=values)).encode(
         x=alt.X("step:Q", title="step", axis=alt.Axis(tickCount=4), scale=alt.Scale(zero=False)),
         color=looks["color"],
