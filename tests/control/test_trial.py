@@ -333,7 +333,9 @@ def test_a_tokenizer_beside_the_config_is_the_one_that_reads(
     monkeypatch.chdir(tmp_path)
     shutil.copy(folder / "config.json", tmp_path)
     (tmp_path / "text.txt").write_text(TEXT)
-    words = Tokenizer(models.WordLevel({"[UNK]": 0, TEXT.split()[0]: 1}, unk_token="[UNK]"))
+    words = Tokenizer(
+        models.WordLevel({"[UNK]": 0, TEXT.split()[0]: 1, "other": 2}, unk_token="[UNK]")
+    )
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]").save_pretrained(tmp_path)
     found = tokenizer_beside(tmp_path / "config.json")

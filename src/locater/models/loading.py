@@ -16,12 +16,13 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from locater.errors import ConfigError, InputError, LocaterError, check_choice, guarded, needing
+from locater.errors import ConfigError, InputError, LocaterError, check_choice, needing
 from locater.files import packaged
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 _HEAD = re.compile(r"pooler|head|classifier|\bcls\b|score")
 """Weights on top of the layers, which many checkpoints do without."""
+_WORDS = "put tokenizer.json, or the files of its vocabulary, beside config.json."
 PATIENCE = 15.0
 """Seconds between two words to somebody who waits."""
 
@@ -71,33 +72,26 @@ def load_model(
     was_verbose, level = talk.is_progress_bar_enabled(), talk.get_verbosity()
     talk.disable_progress_bar()
     talk.set_verbosity_error()  # a head without weights, or weights without a head, is no news here
+    whole = "give a folder with config.json, weights and tokenizer, a .gguf file, or a hub id with "
     try:
-        with _patience(name, say):
+        with _patience(name, say), _loading(str(source), hint=f"{whole}network access."):
             auto: Any = transformers.AutoModelForCausalLM if head else transformers.AutoModel
             model, told = auto.from_pretrained(
-                name, dtype=kind, output_loading_info=True, **options
+                name, dtype=kind, output_loading_info=True, trust_remote_code=False, **options
             )
-            tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
-    except Exception as error:  # whatever a config or a server made of it
-        if os.environ.get("LOCATER_TRACEBACK"):
-            raise
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise LocaterError(
-            f"transformers cannot load {source}: {first}",
-            hint="give a folder with config.json, weights and tokenizer, a .gguf file, or a hub "
-            "id with network access.",
-        ) from error
+        lost = sorted(one for one in told["missing_keys"] if head or not _HEAD.search(one))
+        if lost:
+            raise LocaterError(
+                f"{source} lacks {len(lost)} of the model's weights ({lost[0]} and the like): they "
+                "would be random.",
+                hint="is the checkpoint whole, and of the model that its config.json names?",
+            )
+        with _patience(name, say):
+            tokenizer = _tokenizer(name, **options)
     finally:
         talk.set_verbosity(level)
         if was_verbose:
             talk.enable_progress_bar()
-    lost = sorted(one for one in told["missing_keys"] if head or not _HEAD.search(one))
-    if lost:
-        raise LocaterError(
-            f"{source} lacks {len(lost)} of the model's weights ({lost[0]} and the like): they "
-            "would be random.",
-            hint="is the checkpoint whole, and of the model that its config.json names?",
-        )
     if getattr(model.config, "is_encoder_decoder", False) and not head:
         model = model.get_encoder()  # a text alone feeds the encoder
     if hasattr(model.config, "use_cache"):
@@ -118,10 +112,10 @@ def model_from_config(source: str | Path) -> Callable[[], nn.Module]:
     with needing("transformers", extra="hf"):
         import transformers
     auto: Any = transformers.AutoModelForCausalLM
-    with guarded(str(source), hint="give a config.json of a model that predicts the next token."):
-        config = transformers.AutoConfig.from_pretrained(source)
+    with _loading(str(source), hint="give a config.json of a model that predicts the next token."):
+        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
         config.use_cache = False
-        return partial(auto.from_config, config)
+        return partial(auto.from_config, config, trust_remote_code=False)
 
 
 def tokenizer_beside(config: Path) -> Any | None:
@@ -129,10 +123,37 @@ def tokenizer_beside(config: Path) -> Any | None:
     files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
     if not any((config.parent / file).exists() for file in files):
         return None
+    return _tokenizer(str(config.parent))
+
+
+def _tokenizer(source: str, **options: Any) -> Any:
+    """A tokenizer that knows words: of config.json alone transformers makes an empty one."""
     with needing("transformers", extra="hf"):
         import transformers
-    with guarded(str(config.parent), hint="its tokenizer cannot be read; move it away for bytes."):
-        return transformers.AutoTokenizer.from_pretrained(config.parent)
+    with _loading(f"the tokenizer of {source}", hint=_WORDS):
+        auto: Any = transformers.AutoTokenizer
+        tokenizer = auto.from_pretrained(source, trust_remote_code=False, **options)
+        words = len(tokenizer) - len(tokenizer.all_special_tokens)
+    if words < 2:  # a word boundary or a full stop may be left
+        raise LocaterError(
+            f"the tokenizer of {source} has no words but its special tokens.", hint=_WORDS
+        )
+    return tokenizer
+
+
+@contextmanager
+def _loading(what: str, *, hint: str) -> Iterator[None]:
+    """Around transformers: whatever a file or a server makes it raise, in one sentence."""
+    try:
+        yield
+    except Exception as error:
+        if os.environ.get("LOCATER_TRACEBACK"):
+            raise
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        if "trust_remote_code" in str(error):
+            hint = "a model's own code is never run here; load it yourself, and give it to Probe."
+        said = f"transformers cannot load {what}: {lines[0]:.300}"
+        raise LocaterError(said, hint=hint) from error
 
 
 @contextmanager
