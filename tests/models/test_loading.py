@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from locater import LocaterError
@@ -136,3 +137,30 @@ def test_code_that_comes_with_a_model_is_not_run_whatever_is_typed(
     if part == "config":
         with pytest.raises(LocaterError, match="code"):
             model_from_config(folder / "config.json")
+
+
+def test_queries_that_are_missing_are_no_head(tmp_path: Path) -> None:
+    """Funnel calls its queries q_head; a head is what stands on the layers, by its whole name."""
+    from safetensors.torch import load_file, save_file
+
+    settings = {"vocab_size": 30, "block_sizes": [1], "num_decoder_layers": 1, "d_model": 16,
+                "n_head": 2, "d_head": 8, "d_inner": 16}  # fmt: skip
+    transformers.FunnelModel(transformers.FunnelConfig(**settings)).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    weights = load_file(path)
+    save_file({name: one for name, one in weights.items() if "q_head" not in name}, path)
+    with pytest.raises(LocaterError, match=r"lacks 2 of the model's weights .*q_head"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta"])
+def test_a_checkpoint_may_do_without_what_stands_on_its_layers(
+    family: str, tmp_path: Path, samples: Path
+) -> None:
+    folder = saved(family, SMALL, tmp_path)
+    model = transformers.AutoModel.from_pretrained(folder)
+    weights = {name: one for name, one in model.state_dict().items() if "pooler" not in name}
+    assert len(weights) < len(model.state_dict())
+    model.save_pretrained(folder, state_dict=weights)
+    transformers.AutoTokenizer.from_pretrained(samples / "model").save_pretrained(folder)
+    assert torch.is_tensor(load_model(folder)[0].get_input_embeddings().weight)

@@ -20,7 +20,7 @@ from locater.errors import ConfigError, InputError, LocaterError, check_choice, 
 from locater.files import packaged
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-_HEAD = re.compile(r"pooler|head|classifier|\bcls\b|score")
+_HEAD = re.compile(r"(?:^|\.)(?:pooler|head|lm_head|contact_head|classifier|cls|score)(?:\.|$)")
 """Weights on top of the layers, which many checkpoints do without."""
 _WORDS = "put tokenizer.json, or the files of its vocabulary, beside config.json."
 PATIENCE = 15.0
