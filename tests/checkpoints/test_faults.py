@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import resource
 import time
+import tracemalloc
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.checkpoints.test_open import write_gguf
 
 from locater import LocaterError, audit_checkpoint
 from locater.checkpoints.open import open_checkpoint
@@ -299,6 +302,146 @@ def test_strides_of_zero_do_not_fill_memory(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(1).expand(100_000, 50_000)}, path)  # 20 GB out of 4 bytes
     with pytest.raises(LocaterError, match=r"claims 20,000,000,000 bytes for 'a'"):
         open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    "pickled",
+    [
+        b"\x80\x04Nr\xff\xff\xff\x07.",  # nothing, remembered as number 134,217,727
+        b"\x80\x05\x96" + (1 << 31).to_bytes(8, "little") + b".",  # a bytearray of 2 GB
+    ],
+)
+def test_metadata_of_few_bytes_takes_no_memory(pickled: bytes, tmp_path: Path) -> None:
+    (tmp_path / "__0_0.distcp").touch()
+    (tmp_path / ".metadata").write_bytes(pickled)
+    tracemalloc.start()
+    try:
+        with pytest.raises(LocaterError, match=r"\.metadata is damaged"):
+            open_checkpoint(tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 26
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_record_of_records_is_not_written_out(tmp_path: Path) -> None:
+    """30 pairs of pairs are few bytes, and a billion where they are made into a text."""
+    from torch.serialization import _get_layout
+
+    pairs: Any = ()
+    for _ in range(30):
+        pairs = (pairs, pairs)
+
+    class Layout:
+        def __reduce__(self) -> Any:
+            return _get_layout, (pairs,)
+
+    (tmp_path / "__0_0.distcp").touch()
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Layout()))
+    with pytest.raises(LocaterError, match=r"\.metadata is damaged"):
+        open_checkpoint(tmp_path)
+
+
+def test_chunks_that_overlap_leave_no_number_unwritten(tmp_path: Path) -> None:
+    """Their sizes add up to the tensor's, and its last row is in neither."""
+    from torch.distributed.checkpoint import metadata as records
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    torch.save(torch.ones(2, 2), tmp_path / "__0_0.distcp")
+    length = (tmp_path / "__0_0.distcp").stat().st_size
+    places = [torch.Size((row, 0)) for row in (0, 1)]
+    chunks = [records.ChunkStorageMetadata(place, torch.Size((2, 2))) for place in places]
+    size = records.TensorProperties(torch.float32), torch.Size((4, 2))
+    found = records.Metadata(
+        state_dict_metadata={"a": records.TensorStorageMetadata(*size, chunks)},
+        storage_data={
+            records.MetadataIndex("a", place): _StorageInfo("__0_0.distcp", 0, length)
+            for place in places
+        },
+    )
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(found))
+    overlap = pytest.raises(LocaterError, match="chunks of 'a' overlap")
+    with open_checkpoint(tmp_path) as checkpoint, overlap:
+        checkpoint.read(["a"])
+
+
+def test_frequencies_are_few(tmp_path: Path) -> None:
+    from gguf import GGMLQuantizationType
+
+    write_gguf(
+        tmp_path / "a.gguf", {"rope_freqs.weight": (torch.ones(1 << 16), GGMLQuantizationType.F32)}
+    )
+    with pytest.raises(LocaterError, match=r"has 65,536 numbers in rope_freqs\.weight"):
+        open_checkpoint(tmp_path / "a.gguf")
+
+
+def packed(folder: Path, said: dict[str, Any], **parts: torch.Tensor) -> Path:
+    stem = "model.layers.0.self_attn.q_proj"
+    save_file({f"{stem}.{part}": one for part, one in parts.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"quantization": said}))
+    return folder
+
+
+def words(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def bitsandbytes(**changes: int) -> dict[str, torch.Tensor]:
+    """8 × 16 numbers in 4 bits, in blocks of 64."""
+    state = {"shape": [8, 16], "blocksize": 64, "quant_type": "nf4", "dtype": "float32"} | changes
+    raw = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    return {"weight": torch.zeros(64, 1, dtype=torch.uint8), "weight.absmax": torch.ones(2),
+            "weight.quant_map": torch.ones(16),
+            "weight.quant_state.bitsandbytes__nf4": raw}  # fmt: skip
+
+
+MANY = 1 << 20
+HUGE: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor]]] = {
+    "MLX's groups": (
+        {"group_size": 10**10},
+        {"weight": words(8, 4), "scales": torch.ones(8, 1), "biases": torch.ones(8, 1)},
+    ),
+    "MLX's rows": (
+        {"group_size": MANY},
+        {"weight": words(1, MANY // 8), "scales": torch.ones(MANY, 1),
+         "biases": torch.ones(MANY, 1)},
+    ),
+    "GPTQ's inputs": (
+        {},
+        {"qweight": words(1, 1 << 16), "qzeros": words(1, 1 << 13),
+         "scales": torch.ones(1, 1 << 16), "g_idx": words(MANY)},
+    ),
+    "AWQ's groups": (
+        {},
+        {"qweight": words(MANY, 1), "qzeros": words(1, 1), "scales": torch.ones(MANY - 1, 8)},
+    ),
+    "NVFP4's rows": (
+        {},
+        {"weight_packed": torch.zeros(1, MANY, dtype=torch.uint8),
+         "weight_scale": torch.ones(MANY, 1), "weight_global_scale": torch.ones(1)},
+    ),
+    "bitsandbytes' rows": (
+        {},
+        {"weight": torch.ones(1, MANY, dtype=torch.int8), "SCB": torch.ones(MANY)},
+    ),
+    "bitsandbytes' blocks": ({}, bitsandbytes(blocksize=10**13)),
+    "bitsandbytes' shape": ({}, bitsandbytes(shape=[1 << 20, 1 << 20])),
+    "bitsandbytes' state": (
+        {}, bitsandbytes() | {"weight.quant_state.bitsandbytes__nf4":
+                              torch.full((1 << 24,), 91, dtype=torch.uint8)},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HUGE)
+def test_packed_weights_take_no_more_than_their_file_warrants(case: str, tmp_path: Path) -> None:
+    """Each of these would be gigabytes to petabytes of numbers."""
+    said, parts = HUGE[case]
+    folder = packed(tmp_path, said, **parts)
+    refused = r"cannot be unpacked|packed in a way that is not known"
+    with pytest.raises(LocaterError, match=refused), open_checkpoint(folder) as found:
+        found.read(list(found.shapes))
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert used < 4 << 20  # in kilobytes
 
 
 def test_a_file_of_holes_is_refused(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import numpy
 import torch
@@ -390,11 +390,18 @@ class _Record:
             self.values = state  # type: ignore[assignment]
 
 
-class _Records(pickle.Unpickler):
+class _Records(pickle._Unpickler):
     """Reads the metadata of a distributed checkpoint; names of anything else are refused.
 
-    torch's own reader unpickles it freely, which may run code.
+    torch's own reader unpickles it freely, which may run code.  The unpickler in C makes room for
+    as many memos as a few bytes claim, and both for as long a bytearray: no metadata has one.
     """
+
+    dispatch: ClassVar = {
+        code: load
+        for code, load in pickle._Unpickler.dispatch.items()
+        if code != pickle.BYTEARRAY8[0]
+    }
 
     def find_class(self, module: str, name: str) -> Any:
         """The stand-in for a class that such metadata has."""
@@ -404,7 +411,7 @@ class _Records(pickle.Unpickler):
             return getattr(torch, name)
         plain: dict[tuple[str, str], Any] = {
             ("torch", "Size"): tuple,
-            ("torch.serialization", "_get_layout"): str,
+            ("torch.serialization", "_get_layout"): _Record,
             ("collections", "OrderedDict"): dict,
             ("pathlib", "PosixPath"): _Record,
             ("pathlib", "PurePosixPath"): _Record,
@@ -441,7 +448,9 @@ class DistributedTensors(StoredTensors):
                 hint="where you trust it, run: python -m torch.distributed.checkpoint.format_utils "
                 "dcp_to_torch FOLDER model.pt, and give that.",
             ) from error
-        except (AttributeError, TypeError, ValueError, LookupError, EOFError) as error:
+        except (
+            AttributeError, TypeError, ValueError, LookupError, EOFError, struct.error,
+        ) as error:  # fmt: skip
             raise _damaged(where, error) from error
 
     def _tensors(self, found: Any, where: str) -> tuple[Any, Any, dict[str, tuple[int, ...]]]:
@@ -487,10 +496,14 @@ class DistributedTensors(StoredTensors):
                     hint="it is damaged or made to fill memory: do not trust it.",
                 )
             found[name] = torch.empty(self.shapes[name], dtype=self._dtypes[name])
+            is_missing = torch.ones(self.shapes[name], dtype=torch.bool)
             for chunk in self._chunks[name]:
                 box = zip(chunk.offsets, chunk.sizes, strict=True)
                 inside = tuple(slice(low, low + size) for low, size in box)
                 found[name][inside] = self._chunk(chunk, name)
+                is_missing[inside] = False
+            if bool(is_missing.any()):
+                raise _damaged(self._place.name, ValueError(f"chunks of {name!r:.60} overlap"))
         return found
 
     def _chunk(self, chunk: _Chunk, name: str) -> Tensor:
@@ -628,6 +641,12 @@ class GgufFile(TensorFile):
         super().__init__(source, {_renamed(name): entry for name, entry in entries.items()})
         self.config = gguf_config(metadata)
         if _FREQUENCIES in entries:  # llama3's stretching, written out
+            if (count := math.prod(entries[_FREQUENCIES].shape)) > _KEPT:
+                raise LocaterError(
+                    f"{source.name} has {count:,} numbers in {_FREQUENCIES}, one for each "
+                    f"frequency of a head; {_KEPT:,} are the most.",
+                    hint="it is damaged or made to fill memory: do not trust it.",
+                )
             factors = self.read([_FREQUENCIES])[_FREQUENCIES].tolist()
             self.config["rope_scaling"] = {
                 "rope_type": "longrope",

@@ -6,7 +6,7 @@ each held against the values of its own library; of all others the original is a
 
 from __future__ import annotations
 
-import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from locater.checkpoints.source import StoredTensors, Tensors
+from locater.checkpoints.source import StoredTensors, Tensors, json_object
 from locater.errors import LocaterError
 
 Parts = Mapping[str, Tensor]
@@ -32,6 +32,7 @@ _REFUSED = {
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _ROWS = 256  # unpacked at a time
+_LARGEST_STATE = 1 << 16  # bytes of what bitsandbytes says of one weight
 _ORIGINAL = "audit the original model, of which this was made."
 
 
@@ -66,13 +67,17 @@ class PackedTensors(StoredTensors):
             if name in self._weights:
                 packed = self._weights[name]
                 stored = self._base.read(list(packed.parts.values()))
-                weight = packed.made({part: stored[at] for part, at in packed.parts.items()})
-                if tuple(weight.shape) != packed.shape:
+                parts = {part: stored[at] for part, at in packed.parts.items()}
+                try:
+                    weight = packed.made(parts)
+                    if tuple(weight.shape) != packed.shape:
+                        raise ValueError(f"they make {tuple(weight.shape)}")
+                    found[name] = weight
+                except (RuntimeError, ValueError, LookupError, TypeError, ArithmeticError) as error:
                     raise LocaterError(
-                        f"{name} unpacks to {tuple(weight.shape)}, not to {packed.shape}.",
+                        f"{name} cannot be unpacked to {packed.shape} ({error!s:.200}).",
                         hint="its parts are not of one checkpoint: download it again.",
-                    )
-                found[name] = weight
+                    ) from error
         return found
 
 
@@ -123,7 +128,9 @@ def _recognized(module: _Module, where: str) -> _Packed | None:
         for recognize in (_by_groups, _mlx, _compressed, _bitsandbytes):
             try:
                 packed = recognize(module)
-            except (ValueError, KeyError, TypeError, ZeroDivisionError, AttributeError) as error:
+                if isinstance(packed, _Packed):
+                    _check_size(packed, module)
+            except (ValueError, LookupError, TypeError, ArithmeticError, AttributeError) as error:
                 raise LocaterError(
                     f"{where} has {module.name} packed in a way that is not known "
                     f"({type(error).__name__}: {error!s:.100}).",
@@ -140,6 +147,22 @@ def _recognized(module: _Module, where: str) -> _Packed | None:
     return None
 
 
+def _check_size(packed: _Packed, module: _Module) -> None:
+    """A weight has a bit of its file for every number: sizes that a file names may be anything."""
+    rows, columns = packed.shape
+    stored = max(math.prod(module.tensors.shapes[at]) for at in packed.parts.values())
+    if rows < 1 or columns < 1 or rows * columns > 32 * stored:
+        raise ValueError(f"{rows:,} × {columns:,} numbers from {stored:,}")
+
+
+def _spread(groups: Tensor, shape: Sequence[int], dim: int = 1) -> Tensor:
+    """What the groups of a weight have, along one of its axes, once for each of their numbers."""
+    others = [(*sides[:dim], *sides[dim + 1 :]) for sides in (groups.shape, shape)]
+    if others[0] != others[1] or shape[dim] % groups.shape[dim]:
+        raise ValueError(f"groups of {tuple(groups.shape)} in {tuple(shape)}")
+    return groups.float().repeat_interleave(shape[dim] // groups.shape[dim], dim)
+
+
 def _by_groups(module: _Module) -> _Packed | str | None:
     """GPTQ and AWQ: (q − zero) · scale, groups of inputs share zero and scale."""
     stored, shapes, said = module.stored, module.shapes, module.said
@@ -153,6 +176,8 @@ def _by_groups(module: _Module) -> _Packed | str | None:
     if shapes["qweight"][1] == rows:  # packed along the inputs
         shift = 0 if said.get("checkpoint_format") == "gptq_v2" else 1
         shape = (rows, 32 * shapes["qweight"][0] // bits)
+        if shapes.get("g_idx", shape[1:]) != shape[1:]:
+            raise ValueError(f"groups of {shapes['g_idx']} inputs")
 
         def gptq(part: Parts) -> Tensor:
             zero = unpack_bits(part["qzeros"], bits) + shift
@@ -167,8 +192,7 @@ def _by_groups(module: _Module) -> _Packed | str | None:
     def awq(part: Parts) -> Tensor:
         order = torch.arange(rows).view(-1, 8)[:, list(_AWQ_ORDER)].flatten()
         weight, zero = (unpack_bits(part[side], 4)[:, order] for side in ("qweight", "qzeros"))
-        groups = zero, part["scales"].float()
-        zero, scale = (one.repeat_interleave(len(weight) // len(zero), 0) for one in groups)
+        zero, scale = (_spread(one, weight.shape, 0) for one in (zero, part["scales"]))
         return ((weight - zero) * scale).mT.contiguous()
 
     return _Packed("4-bit AWQ", (rows, shapes["qweight"][0]), parts, awq)
@@ -188,9 +212,7 @@ def _mlx(module: _Module) -> _Packed | str | None:
     bits = 32 * shapes["weight"][1] // columns
 
     def made(part: Parts) -> Tensor:
-        scale, bias = (
-            part[side].float().repeat_interleave(size, 1) for side in ("scales", "biases")
-        )
+        scale, bias = (_spread(part[side], (rows, columns)) for side in ("scales", "biases"))
         return unpack_bits(part["weight"], bits) * scale + bias
 
     parts = module.parts("weight", "scales", "biases")
@@ -212,7 +234,7 @@ def _compressed(module: _Module) -> _Packed | str | None:
             low, high = part["weight_packed"] & 15, part["weight_packed"] >> 4
             values = torch.tensor(_FP4)[torch.stack((low, high), -1).flatten(1).long()]
             scale = part["weight_scale"].float() / part["weight_global_scale"].float()
-            return values * scale.repeat_interleave(values.shape[1] // scale.shape[1], 1)
+            return values * _spread(scale, values.shape)
 
         return _Packed("NVFP4 (compressed-tensors)", (rows, 2 * columns), parts, nvfp4)
     groups = module.said.get("config_groups") or {}
@@ -227,9 +249,7 @@ def _compressed(module: _Module) -> _Packed | str | None:
         zero = torch.full_like(scale, middle)
         if "weight_zero_point" in part:
             zero = unpack_bits(part["weight_zero_point"].mT, bits).mT[:rows]
-        each = shape[1] // scale.shape[1]
-        zero, scale = (side.repeat_interleave(each, 1) for side in (zero, scale))
-        return (weight - zero) * scale
+        return (weight - _spread(zero, shape)) * _spread(scale, shape)
 
     return _Packed(f"{bits}-bit compressed-tensors", shape, parts, integers)
 
@@ -242,27 +262,37 @@ def _bitsandbytes(module: _Module) -> _Packed | str | None:
             "8-bit bitsandbytes",
             module.shapes["weight"],
             module.parts("weight", "SCB", "weight_format"),
-            lambda part: part["weight"].float() * part["SCB"].float()[:, None] / 127,
+            lambda part: (
+                part["weight"].float() * _spread(part["SCB"][:, None], part["weight"].shape) / 127
+            ),
         )
     states = [part for part in stored if part.startswith("weight.quant_state.bitsandbytes__")]
     if not states:
         return None
+    size = math.prod(module.shapes[states[0]])
+    if size > _LARGEST_STATE:
+        raise ValueError(f"a quant_state of {size:,} bytes")
     raw = module.tensors.read([stored[states[0]]])[stored[states[0]]]
-    state = json.loads(bytes(raw.tolist()))
+    state = json_object(raw.numpy().tobytes(), stored[states[0]])
     rows, columns = map(int, state["shape"])
+
+    def blocks(each: Tensor, size: Any, count: int) -> Tensor:
+        if len(each) != -(-count // int(size)):
+            raise ValueError(f"{len(each)} blocks of {size} in {count}")
+        return each.float().repeat_interleave(min(int(size), count))[:count]
 
     def made(part: Parts) -> Tensor:
         scale = part["weight.absmax"]
         if "weight.nested_absmax" in part:
             coded = part["weight.nested_quant_map"][scale.long()]
-            outer = part["weight.nested_absmax"].repeat_interleave(state["nested_blocksize"])
-            scale = coded * outer[: len(coded)] + state["nested_offset"]
+            outer = blocks(part["weight.nested_absmax"], state["nested_blocksize"], len(coded))
+            scale = coded * outer + state["nested_offset"]
         codes = part["weight"].flatten()
         values = part["weight.quant_map"][
             torch.stack((codes >> 4, codes & 15), -1).long().flatten()
         ]
-        scale = scale.float().repeat_interleave(state["blocksize"])
-        return (values * scale[: len(values)])[: rows * columns].view(rows, columns)
+        scale = blocks(scale, state["blocksize"], len(values))
+        return (values * scale)[: rows * columns].view(rows, columns)
 
     return _Packed(
         f"4-bit bitsandbytes ({str(state['quant_type'])[:8]})",
