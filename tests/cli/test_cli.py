@@ -133,11 +133,16 @@ def test_mistakes_have_an_exit_code_and_say_what_to_do(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("line", ["theory --xi 5 --eta 0.1 --json", "sweep --help"])
+@pytest.mark.parametrize(
+    "line", ["theory --xi 5 --eta 0.1", "theory --xi 5 --eta 0.1 --json", "sweep --help"]
+)
 def test_a_closed_pipe_is_no_error(line: str) -> None:
-    command = f"{sys.executable} -m locater.cli {line} | true"
-    result = subprocess.run(command, shell=True, capture_output=True, text=True)
-    assert (result.stdout, result.stderr) == ("", "")
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "locater.cli", *line.split()]
+    result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_json_has_null_where_a_number_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:

@@ -116,7 +116,11 @@ def console() -> Any:
     """Stdout for tables: the terminal's width, else 100 columns."""
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else 100)
+    class Ours(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError  # rich would exit with 1: nothing is wrong
+
+    return Ours(width=None if sys.stdout.isatty() else 100)
 
 
 def show(content: Any) -> None:
