@@ -159,6 +159,10 @@ def test_json_has_null_where_a_number_does_not_exist(capsys: pytest.CaptureFixtu
         ["simulate", "fig5", "--out", "figure"],
         ["sweep", "fig6-cpu", "--figure", "figure.bmp"],
         ["audit", ""],
+        ["audit", "no-model", "--top", "-1"],
+        ["compare", "no-model", "no-model", "--top", "-1"],
+        ["what-if", "no-model", "--top", "-1"],
+        ["theories", "no-model", "--layers", "["],
     ],
 )
 def test_flags_that_cannot_work_are_refused_before_the_work(
@@ -166,7 +170,8 @@ def test_flags_that_cannot_work_are_refused_before_the_work(
 ) -> None:
     assert main(arguments) == 1
     told = capsys.readouterr().err
-    assert any(word in told for word in ("cannot write", "no map", "no checkpoint is named"))
+    words = "cannot write", "no map", "no checkpoint is named", "top must be", "no regular"
+    assert any(word in told for word in words)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs the device /dev/full (Linux)")

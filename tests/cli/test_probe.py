@@ -121,7 +121,9 @@ def test_alarms_are_printed_with_their_numbers(
     [
         (("--layers", "nothing"), "--layers 'nothing' selects none of these attentions: layers.0"),
         (("--queries", "0"), "queries must be 'last', 'all' or a positive number, got 0"),
-        (("--top", "-1"), "top must be zero or more, got -1"),
+        (("--top", "-1"), "top must be at least 0, got -1"),
+        (("--batch", "0"), "batch must be at least 1, got 0"),
+        (("--layers", "["), "--layers '[' is no regular expression: unterminated character set"),
         (("--tokens", "2"), "cannot make 20 blocks of 2 tokens"),
     ],
 )
@@ -130,3 +132,27 @@ def test_mistakes_are_explained(
 ) -> None:
     assert main(probed(samples / "model", samples, *change)) == 1
     assert message in capsys.readouterr().err
+
+
+def test_a_pattern_that_finds_nothing_is_refused_before_the_work(
+    samples: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("locater.probe.probe.Probe.run", None)
+    assert main(probed(samples / "model", samples, "--layers", "layers.7")) == 1
+    assert "selects none of these attentions: layers.0.self_attn" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("layers", [(), ("--layers", "layers.1")])
+def test_a_model_that_diverged_is_said_to_have(
+    layers: tuple[str, ...], samples: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lost = AutoModel.from_pretrained(samples / "model")
+    for parameter in lost.parameters():
+        parameter.data.fill_(torch.nan)
+    lost.save_pretrained(tmp_path / "lost")
+    AutoTokenizer.from_pretrained(samples / "model").save_pretrained(tmp_path / "lost")
+    assert main(probed(tmp_path / "lost", samples, *layers)) == 1
+    told = capsys.readouterr().err
+    assert ("logits of layers.0.self_attn are NaN" in told) == (not layers)
+    assert "alarm: the logits of layers.1.self_attn are NaN or infinite in heads [0, 1" in told
+    assert "error: no head could be measured" in told and "selects none" not in told

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -48,8 +48,6 @@ class OnText:
     def check(self) -> None:
         """Refuse what could only fail after the work is done."""
         check_figure(self.out)
-        if self.top < 0:
-            raise ConfigError(f"top must be zero or more, got {self.top}.", hint="0 shows all.")
 
     def load(self) -> tuple[Any, Any]:
         """The model, and the text in blocks of its tokens."""
@@ -81,11 +79,14 @@ def do_probe(arguments: Sequence[str]) -> None:
     command.check()
     import torch
 
+    from locater.models.names import plain_name
     from locater.probe.probe import Probe
 
     model, blocks = command.load()
     generator = torch.Generator().manual_seed(command.seed)
     probe = Probe(model, queries=command.queries, keep=0, strict=False, generator=generator)
+    names = map(plain_name, dict(model.named_modules()))
+    _check_layers(command.layers, names, [place.name for place in probe.places.values()])
     with progress("blocks") as report:
         for done in probe.run(blocks, batch=command.batch):
             report(done, len(blocks))
@@ -104,6 +105,16 @@ def do_probe(arguments: Sequence[str]) -> None:
     say("`locater explain` holds the same heads against the theory, where there is one for them.")
 
 
+def _check_layers(layers: str | None, names: Iterable[str], attentions: Iterable[str]) -> None:
+    """Refuse a pattern that finds none of these names."""
+    if layers is not None and not any(re.search(layers, name) for name in names):
+        raise LocaterError(
+            f"--layers {layers!r} selects none of these attentions: "
+            f"{', '.join(dict.fromkeys(attentions))}.",
+            hint="it is a regular expression, searched for in these names.",
+        )
+
+
 def _selected(probe: Any, layers: str | None) -> dict[str, Any]:
     """What was measured of the attentions that were asked for, as plain data."""
 
@@ -111,12 +122,14 @@ def _selected(probe: Any, layers: str | None) -> dict[str, Any]:
         return [one for one in records if layers is None or re.search(layers, one.name)]
 
     heads = chosen(probe.records)
-    if not heads:
-        names = ", ".join(dict.fromkeys(one.name for one in probe.records))
+    if not heads and chosen(probe.alarms):
+        for alarm in chosen(probe.alarms):
+            say(plain(f"alarm: {alarm.message}"))
         raise LocaterError(
-            f"--layers {layers!r} selects none of these attentions: {names}.",
-            hint="it is a regular expression, searched for in these names.",
+            "no head could be measured: nothing finite came by.", hint="see the alarms above."
         )
+    names = [one.name for one in probe.records]
+    _check_layers(layers, names, names)
     return {
         "heads": [one.as_dict() for one in heads],
         "layers": [asdict(one) for one in chosen(probe.rank)],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+from locater.errors import ConfigError, at_least
 from locater.notebook import finite
 from locater.report.tables import plain as plain
 
@@ -47,7 +49,21 @@ def parse(
     parsed: Config = tyro.cli(
         readable(config), prog=f"locater {command}", args=with_first(first, arguments), **given
     )
+    _check(parsed)
     return parsed
+
+
+def _check(settings: Any) -> None:
+    """Refuse what many commands have and what would fail, or mislead, after the work is done."""
+    least = {name: at for name, at in {"top": 0, "batch": 1}.items() if hasattr(settings, name)}
+    at_least(settings, least, hint="--top 0 shows all; batches of 16 are usual.")
+    try:
+        re.compile(str(getattr(settings, "layers", "")))
+    except re.error as error:
+        raise ConfigError(
+            f"--layers {settings.layers!r} is no regular expression: {error}.",
+            hint="brackets and dots stand for themselves after a backslash.",
+        ) from error
 
 
 def readable(config: type[Config]) -> type[Config]:
