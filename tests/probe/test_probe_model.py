@@ -28,6 +28,7 @@ from locater import (
     TokenProcess,
     propagation,
 )
+from locater.models.loading import load_model
 from locater.probe.probe import training_probe
 
 
@@ -698,3 +699,32 @@ def test_one_mask_for_all_heads_in_the_batch() -> None:
     for ours, theirs in zip(probe.records, truth.records, strict=True):
         assert ours.rows == theirs.rows
         torch.testing.assert_close(ours.attention, theirs.attention)
+
+
+def test_a_model_without_one_finite_logit_has_a_summary() -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, batch_first=True)
+    with Probe(layer, strict=False) as probe:
+        layer(torch.full((2, 4, 16), torch.nan))
+    assert probe.summary().startswith(
+        "no head could be measured; 1 alarms: the logits of self_attn"
+    )
+
+
+@pytest.mark.parametrize("step", ["attention_called", "attention_ends", "pass_ends"])
+def test_a_fault_of_the_probe_is_not_called_the_models(
+    step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise ValueError("not enough values to unpack")
+
+    model, _ = load_model("demo")
+    probe = Probe(model)
+    monkeypatch.setattr(probe, step, broken)
+    with pytest.raises(ValueError, match="not enough values to unpack"):
+        list(probe.run(torch.arange(40)[None]))
+
+
+def test_a_fault_of_the_model_is_not_called_the_probes() -> None:
+    model, _ = load_model("demo")
+    with pytest.raises(LocaterError, match="the model fails on blocks of 40 tokens"):
+        list(Probe(model).run(torch.full((1, 40), 1 << 30)))

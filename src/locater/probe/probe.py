@@ -260,6 +260,9 @@ class Probe(Shown, Recorder):
     def summary(self) -> str:
         """One line: how sharp attention is, and where it is sharpest and loudest."""
         heads = self.records
+        if not heads:
+            said = [f": {alarm.message}" for alarm in self.alarms[:1]]
+            return f"no head could be measured; {len(self.alarms)} alarms{''.join(said)}"
         low = min(heads, key=lambda one: one.entropy / one.max_entropy)
         loud = max(heads, key=lambda one: one.max_logit)
         share = mean(one.entropy / one.max_entropy for one in heads)

@@ -12,7 +12,7 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -165,6 +165,8 @@ class Recorder:
         try:
             self.model(blocks)
         except (RuntimeError, IndexError, ValueError, TypeError) as error:
+            if "is_ours" in vars(error):
+                raise
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise LocaterError(
                 f"the model fails on blocks of {blocks.shape[1]} tokens: {reason[0][:200]}",
@@ -182,7 +184,8 @@ class Recorder:
         """Take in what was recorded since `begin`."""
         if self._watch is not None:
             self._stop()
-            self.pass_ends()
+            with _measuring():
+                self.pass_ends()
 
     def _stop(self) -> None:
         if self._watch is not None:
@@ -231,6 +234,16 @@ class _Frame:
     """Its attention may take the fast path: it is computed again from the module's inputs."""
     answers: list[Any] = field(default_factory=list)
     """What the recorder said to each call of attention."""
+
+
+@contextmanager
+def _measuring() -> Iterator[None]:
+    """What fails in here is a fault of ours and not the model's."""
+    try:
+        yield
+    except Exception as error:
+        vars(error)["is_ours"] = True
+        raise
 
 
 _looking = threading.local()  # is_on while a recorder of this thread looks at a call
@@ -310,13 +323,14 @@ class _Watch(TorchFunctionMode):
         while self.frames[-1].module is not module:  # it failed, and the model caught the error
             self._resume(self.frames.pop())
         frame = self.frames[-1]
-        if frame.is_hidden:
-            self._compute_again(frame, args, kwargs)
-        self._resume(self.frames.pop())
-        if frame.place is not None and frame.answers:
-            tokens = _tokens(frame.module, frame.place, args, kwargs)
-            if tokens is not None:
-                self.recorder.attention_ends(frame.place, tokens, frame.answers)
+        with _measuring():
+            if frame.is_hidden:
+                self._compute_again(frame, args, kwargs)
+            self._resume(self.frames.pop())
+            if frame.place is not None and frame.answers:
+                tokens = _tokens(frame.module, frame.place, args, kwargs)
+                if tokens is not None:
+                    self.recorder.attention_ends(frame.place, tokens, frame.answers)
 
     def _resume(self, frame: _Frame) -> None:
         if frame.is_suspended:
@@ -332,7 +346,11 @@ class _Watch(TorchFunctionMode):
         frame = known or self._named_by_call(self.frames[-1])
         learns = self.recorder.keeps_graph and torch.is_grad_enabled()
         apart = saved_tensors_hooks(_same, _same)  # checkpointing counts what others save
-        with torch.set_grad_enabled(learns), apart if learns else nullcontext():
+        with (
+            _measuring(),
+            torch.set_grad_enabled(learns),
+            apart if learns else nullcontext(),
+        ):
             self._report(frame, reader(frame, *args, **kwargs))
 
     def see_in(self, modules: list[nn.Module], *call: Any) -> None:
