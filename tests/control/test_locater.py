@@ -378,6 +378,20 @@ def test_running_covariance_forgets_slowly_and_ignores_evaluation() -> None:
     torch.testing.assert_close(running.covariance(), square - torch.outer(mean, mean))
 
 
+def test_a_running_covariance_keeps_its_digits_under_autocast() -> None:
+    """With means of 8, squares of 65: bfloat16 rounds them by a quarter of the variance."""
+    model = Mine().train()
+    pairs = [Pair(model.ask, model.answer, heads=HEADS)]
+    running = LocAteR(model, CONFIG, pairs=pairs, covariance="running")._running["ask"]
+    seen = tokens(batch=40) + 8
+    with torch.autocast("cpu", torch.bfloat16):
+        model(seen)
+    wanted = torch.cov(seen.flatten(0, 1).mT.double(), correction=0)
+    found = running.covariance()
+    assert found is not None  # float32 keeps 24 bits of 65
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=65 * 2**-20)
+
+
 def two_layers(seed: int) -> nn.TransformerEncoder:
     layer = nn.TransformerEncoderLayer(MODEL, HEADS, batch_first=True, dropout=0.0)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
@@ -551,6 +565,25 @@ def test_bfloat16_parameters_are_regularized_in_float32() -> None:
     ours, wanted = gradients(model), gradients(exact)
     for name in wanted:  # off by the rounding of the result alone: half a unit of 8 bits
         torch.testing.assert_close(ours[name].double(), wanted[name], rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("build", [llama, encoder, lora])
+def test_autocast_leaves_the_penalty_in_float32(
+    build: Callable[[], tuple[nn.Module, Truth, int]],
+) -> None:
+    """For projections that lie apart, in one weight, and adapted; so the metrics too."""
+    model = seeded(build()[0])
+    plain, mixed = LocAteR(model, CONFIG), LocAteR(model, CONFIG)
+    plain.penalty().backward()
+    wanted, expected = gradients(model), plain.metrics()
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        value, metrics = mixed.penalty(), mixed.metrics()
+    assert value.dtype == torch.float32
+    value.backward()
+    assert metrics == expected
+    for name, gradient in gradients(model).items():
+        assert torch.equal(gradient, wanted[name])
 
 
 def test_the_model_is_never_touched() -> None:

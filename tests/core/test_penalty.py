@@ -140,6 +140,21 @@ def test_half_precision_weights_are_regularized_in_float32(dtype: torch.dtype) -
         torch.testing.assert_close(ours.grad, true.grad.to(dtype), rtol=2e-2, atol=1e-3)
 
 
+@pytest.mark.parametrize(("head", "model"), [(4, 64), (8, 8)])
+def test_autocast_changes_neither_value_nor_gradients(head: int, model: int) -> None:
+    """Also where W_QK is hardly larger than its factors; bfloat16 would be off by a percent."""
+    generator = torch.Generator().manual_seed(0)
+    query, key = torch.randn(2, 3, head, model, generator=generator).requires_grad_()
+    config = LocAteRConfig(scale_strength=0.5, mean_strength=2.0)
+    expected = locater_penalty(query, key, config)
+    wanted = torch.autograd.grad(expected, (query, key))
+    with torch.autocast("cpu", torch.bfloat16):
+        value = locater_penalty(query, key, config)
+    assert torch.equal(value, expected)
+    for ours, true in zip(torch.autograd.grad(value, (query, key)), wanted, strict=True):
+        assert torch.equal(ours, true)
+
+
 def test_trace_keeps_its_digits_at_the_size_of_a_large_head() -> None:
     generator = torch.Generator().manual_seed(0)
     query, key = torch.randn(2, 1, 128, 4096, generator=generator) / 64

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal
+from functools import partial, wraps
+from typing import Any, Literal, TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from locater.core.penalty import LocAteRConfig, lazy_penalty, penalty_spectrum
+from locater.core.penalty import LocAteRConfig, lazy_penalty, penalty_spectrum, unrounded
 from locater.errors import ConfigError, InputError
 from locater.models.layout import AttentionLayout, Projection
 from locater.models.live import AnyPair, LiveAttention, find_attention
@@ -21,6 +22,7 @@ from locater.models.recipes import RECIPES, Recipe
 from locater.probe.watch import labels, local
 
 Covariance = Tensor | Mapping[str, Tensor] | Literal["running"]
+Result = TypeVar("Result")
 SMALL = 2**17
 """Layers with fewer query weights than this are taken together: the calls would cost the most."""
 
@@ -53,6 +55,19 @@ class _Fused(torch.autograd.Function):
         for side, gradient in zip((ctx.layout.query, ctx.layout.key), outputs, strict=True):
             side.heads(whole, ctx.layout.head_dim).copy_(gradient)
         return whole, None
+
+
+def _without_autocast(method: Callable[[LocAteR], Result]) -> Callable[[LocAteR], Result]:
+    """In float32 also where adapters and latent vectors are multiplied, on every device."""
+
+    @wraps(method)
+    def exactly(self: LocAteR) -> Result:
+        with ExitStack() as stack:
+            for device in {one.query_parameters[0].device for one in self.attentions}:
+                stack.enter_context(unrounded(device))
+            return method(self)
+
+    return exactly
 
 
 class LocAteR:
@@ -174,6 +189,7 @@ class LocAteR:
             running, part = parts[name]
             setattr(running, part, value.detach().clone().float())
 
+    @_without_autocast
     def penalty(self) -> Float[Tensor, ""]:
         """The objective's second half, ready for the user's own backward pass."""
         self._renew()
@@ -211,6 +227,7 @@ class LocAteR:
                 parameter.grad += gradient
 
     @torch.no_grad()
+    @_without_autocast
     def metrics(self) -> dict[str, float]:
         """Trace, scale and r of every layer, averaged over heads, and the global penalty."""
         self._renew()
@@ -351,7 +368,8 @@ class RunningCovariance:
                 hint="name nn.Linear modules in pairs=, not parameters, or give a covariance.",
             )
         tokens = tokens.detach().flatten(0, -2).float()
-        mean, square = tokens.mean(0), tokens.mT @ tokens / tokens.shape[0]
+        with unrounded(tokens.device):
+            mean, square = tokens.mean(0), tokens.mT @ tokens / tokens.shape[0]
         if self.mean is None or self.square is None:
             self.mean, self.square = mean, square
         else:

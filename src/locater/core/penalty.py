@@ -121,6 +121,11 @@ def _fitting(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     return query.float(), key.float()
 
 
+def unrounded(device: torch.device) -> torch.autocast:
+    """Where autocast does not make products of 16 bits out of float32."""
+    return torch.autocast(device.type, enabled=False)
+
+
 class _Differentiated(torch.autograd.Function):
     """A value whose gradient in a weight is known."""
 
@@ -135,7 +140,8 @@ class _Differentiated(torch.autograd.Function):
         (output,) = outputs
         if not ctx.needs_input_grad[1]:
             return output, None, None
-        return output, ctx.gradient().mul_(output).to(ctx.dtype), None
+        with unrounded(output.device):
+            return output, ctx.gradient().mul_(output).to(ctx.dtype), None
 
 
 def locater_penalty(
@@ -173,8 +179,18 @@ def lazy_penalty(
     Its view and node come after the query's node, so that the backward pass is done with one
     gradient, down to the parameter, before it makes the other: half the memory.
     """
+    with unrounded(query.device):
+        return _penalty(query, key, config, config.target_trace(temperature), covariance)
+
+
+def _penalty(
+    query: Tensor,
+    key: Callable[[], Tensor],
+    config: LocAteRConfig,
+    target: float,
+    covariance: Tensor | None,
+) -> Tensor:
     scale, mean = config.scale_strength, config.mean_strength
-    target = config.target_trace(temperature)
     if covariance is None and 4 * query.shape[-2] >= 3 * query.shape[-1]:
         # W_QK is hardly larger than its factors: nothing to gain
         query, keys = _fitting(query, key())
