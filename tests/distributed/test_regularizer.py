@@ -11,7 +11,7 @@ CASES = [
     *(f"ddp {name}{how}" for name in ("separate", "fused") for how in ("", ", add_gradients")),
     *(f"fsdp {name}{how}" for name in ("separate", "fused") for how in ("", ", add_gradients")),
     *(f"fsdp {name} {what}" for name in ("separate", "fused") for what in ("value", "metrics")),
-    "tensor parallel",
+    *("tensor parallel", "ddp fused, running covariance"),
 ]
 CONTROLS = [
     "ddp separate, counted once per rank",

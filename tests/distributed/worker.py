@@ -85,6 +85,16 @@ def regularizer(model: nn.Module) -> LocAteR:
     return LocAteR(model, CONFIG, pairs=pairs)
 
 
+def running(model: nn.Module, inputs: Tensor) -> dict[str, Tensor]:
+    """Gradients of two steps with the tokens' covariance, the second with other tokens."""
+    found = LocAteR(model, CONFIG, covariance="running")
+    for tokens in (inputs, 2 * inputs.roll(1, -1)):
+        model.zero_grad()
+        model(tokens).square().mean().backward()
+        found.add_gradients()
+    return _collected(model)
+
+
 def gradients(model: nn.Module, inputs: Tensor, penalty: Callable[[], Tensor]) -> dict[str, Tensor]:
     extra = penalty()
     (extra + model(inputs).square().mean()).backward()
@@ -101,9 +111,13 @@ def _collected(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def distance(build: Callable[[], nn.Sequential], ours: dict[str, Tensor]) -> float:
+def distance(
+    build: Callable[[], nn.Sequential],
+    ours: dict[str, Tensor],
+    true: Callable[[nn.Module], dict[str, Tensor]] | None = None,
+) -> float:
     model = build()
-    truth = gradients(model, batch(), regularizer(model).penalty)
+    truth = true(model) if true else gradients(model, batch(), regularizer(model).penalty)
     largest = max(grad.abs().max().item() for grad in truth.values())
     return max((ours[k] - truth[k]).abs().max().item() for k in truth) / largest
 
@@ -131,6 +145,12 @@ def main(out: Path) -> None:
         ddp(part).square().mean().backward()
         found.add_gradients()
         results[f"ddp {name}, add_gradients"] = distance(build, _collected(ddp))
+
+        if name == "fused":
+            ddp = DistributedDataParallel(build())
+            results["ddp fused, running covariance"] = distance(
+                build, running(ddp, part), lambda model: running(model, batch())
+            )
 
         sharded = build()
         for layer in sharded:

@@ -193,6 +193,11 @@ class LocAteR:
     def penalty(self) -> Float[Tensor, ""]:
         """The objective's second half, ready for the user's own backward pass."""
         self._renew()
+        for running in self._running.values():
+            running.share(getattr(self._model, "process_group", None))
+        return self._total()
+
+    def _total(self) -> Float[Tensor, ""]:
         parts, small = [], dict[tuple[object, ...], list[_Weights]]()
         for attention in self.attentions:
             weights = self._weights(attention)
@@ -229,7 +234,10 @@ class LocAteR:
     @torch.no_grad()
     @_without_autocast
     def metrics(self) -> dict[str, float]:
-        """Trace, scale and r of every layer, averaged over heads, and the global penalty."""
+        """Trace, scale and r of every layer, averaged over heads, and the global penalty.
+
+        With running covariances as this rank knows them since they were last shared.
+        """
         self._renew()
         results: dict[str, float] = {}
         traces = []
@@ -244,7 +252,7 @@ class LocAteR:
             results[f"locater/{label}/frobenius_squared"] = terms.frobenius_squared.mean().item()
             results[f"locater/{label}/r"] = trace / attention.layout.temperature
         results["locater/global_trace"] = sum(traces) / len(traces)
-        results["locater/global_penalty"] = self.penalty().item()
+        results["locater/global_penalty"] = self._total().item()
         return results
 
     def _penalty(self, layers: list[_Weights]) -> Float[Tensor, ""]:
@@ -342,7 +350,10 @@ def as_regularizer(model: nn.Module, locater: LocAteRConfig | LocAteR | None) ->
 
 
 class RunningCovariance:
-    """Mean and covariance of the tokens that reach an attention, averaged over recent batches."""
+    """Mean and covariance of the tokens that reach an attention, averaged over recent batches.
+
+    Every rank averages its own batches; `share` makes of these the average of all ranks.
+    """
 
     def __init__(self, attention: LiveAttention, *, momentum: float = 0.95) -> None:
         if attention.layout.kind == "cross":
@@ -354,8 +365,8 @@ class RunningCovariance:
         self.width = attention.layout.model
         self.mean: Tensor | None = None
         self.square: Tensor | None = None
-        owner = attention.sources[attention.layout.query.weight].owner
-        self.handle = owner.register_forward_pre_hook(self._see, with_kwargs=True)
+        self.weight = attention.sources[attention.layout.query.weight]
+        self.handle = self.weight.owner.register_forward_pre_hook(self._see, with_kwargs=True)
 
     @torch.no_grad()
     def _see(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -375,6 +386,23 @@ class RunningCovariance:
         else:
             self.mean.lerp_(mean, 1 - self.momentum)
             self.square.lerp_(square, 1 - self.momentum)
+
+    @torch.no_grad()
+    def share(self, group: distributed.ProcessGroup | None = None) -> None:
+        """Average over the ranks that have seen tokens, so that all have one Σ; each has to ask.
+
+        Averages of averages are averages: it may be asked at any time, and twice.
+        """
+        if not (distributed.is_available() and distributed.is_initialized()):
+            return
+        device = self.weight.read().device
+        both = torch.zeros(1 + self.width, self.width + 1, device=device)
+        if self.mean is not None and self.square is not None:
+            both[0, 1:], both[1:, 1:], both[0, 0] = self.mean, self.square, 1
+        distributed.all_reduce(both, group=group)
+        if both[0, 0] > 0:
+            both /= both[0, 0].clone()
+            self.mean, self.square = both[0, 1:].clone(), both[1:, 1:].clone()
 
     def covariance(self) -> Float[Tensor, "model model"] | None:
         """Σ as of now; None before the first batch, which is Σ = I."""
