@@ -231,6 +231,20 @@ def test_capped_logits_are_those_of_both_ways_of_attention(name: str) -> None:
     torch.testing.assert_close(found["sdpa"], found["eager"], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("is_flag", [True, False])
+def test_a_query_that_sees_nothing_gets_nothing_as_from_fused_attention(is_flag: bool) -> None:
+    """Padding on the left under a causal mask; a cap far above all logits changes nothing else."""
+    inputs = [randn(3, 2, 2, 5, 4)[k].double().requires_grad_() for k in range(3)]
+    mask = torch.ones(5, 5, dtype=torch.bool).tril() & (torch.arange(5) >= 2)
+    given = mask if is_flag else torch.zeros(5, 5).double().masked_fill(~mask, -torch.inf)
+    ours = capped_attention(*inputs, given, limit=1e6)
+    theirs = functional.scaled_dot_product_attention(*inputs, given)
+    assert not ours[..., :2, :].any()
+    torch.testing.assert_close(ours, theirs)
+    gradients = [torch.autograd.grad(one.square().sum(), inputs) for one in (ours, theirs)]
+    torch.testing.assert_close(*gradients)
+
+
 def test_a_cap_is_before_the_mask_and_leaves_nothing_behind() -> None:
     model, inputs = Stack(1).double(), randn(2, 6, 8).double()
     layer: Any = model.layers[0]

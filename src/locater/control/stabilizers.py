@@ -364,7 +364,9 @@ def capped_attention(
     if attn_mask is not None:
         is_flag = attn_mask.dtype == torch.bool
         logits = logits.masked_fill(~attn_mask, -torch.inf) if is_flag else logits + attn_mask
-    return functional.dropout(logits.softmax(-1), dropout_p) @ value
+    is_blind = (logits == -torch.inf).all(-1, keepdim=True)  # a padded query: 0, as there
+    weights = logits.masked_fill(is_blind, 0.0).softmax(-1).masked_fill(is_blind, 0.0)
+    return functional.dropout(weights, dropout_p) @ value
 
 
 def _cap_begins(module: nn.Module, args: Any) -> None:
