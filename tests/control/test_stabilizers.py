@@ -137,6 +137,30 @@ def test_the_gradient_flows_through_the_spectral_norm_too() -> None:
     torch.testing.assert_close(found.weight.original.grad, weight.grad)
 
 
+@pytest.mark.parametrize("keeps_weights", [False, True])
+def test_a_weight_of_zeros_learns_and_then_has_its_spectral_norm(keeps_weights: bool) -> None:
+    """As a low-rank adapter's second factor begins."""
+    layer = nn.Linear(5, 4, bias=False)
+    nn.init.zeros_(layer.weight)
+    method = SigmaReparam(nn.Sequential(layer), keeps_weights=keeps_weights)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    method.on(optimizer)
+    inputs, wanted = (
+        randn(20, 5)[..., [4, 1, 2, 3, 0]] * torch.tensor([0.0, 1, 1, 1, 1]),
+        randn(20, 4),
+    )
+    assert not layer(inputs).any()  # the first dimension, at which estimates begin, is never used
+    for _ in range(60):
+        optimizer.zero_grad()
+        (layer(inputs) - wanted).square().mean().backward()
+        optimizer.step()
+    weight, gain = layer.weight.detach(), layer.get_parameter("parametrizations.weight.0.gain")
+    assert weight.any() and gain.grad is not None
+    torch.testing.assert_close(
+        torch.linalg.matrix_norm(weight, 2), gain.detach(), rtol=1e-2, atol=0
+    )
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_queries_and_keys_are_normalized_by_head(name: str) -> None:
     model = model_of(name)

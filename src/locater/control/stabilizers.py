@@ -89,13 +89,20 @@ class UnitNorm(nn.Module):
         self.register_buffer("right", other[0].to(weight.dtype))
 
     def forward(self, weight: Float[Tensor, "rows columns"]) -> Float[Tensor, "rows columns"]:
-        """The weight with spectral norm γ; gradients flow through σ too."""
-        return weight * (self.gain / (self.left @ weight @ self.right))
+        """The weight with spectral norm γ; gradients flow through σ too.
+
+        A weight of zeros, as adapters begin with, is left at γ W until it has left zero.
+        """
+        norm = self.left @ weight @ self.right
+        return weight * (self.gain / torch.where(norm == 0, 1.0, norm))
 
     @torch.no_grad()
     def iterate(self, weight: Float[Tensor, "rows columns"]) -> None:
         """One power iteration on the weight as it now is."""
-        self.left.copy_(functional.normalize(weight @ self.right, dim=0))
+        start = weight @ self.right
+        # of zeros there was no vector to keep: begin at the largest column
+        other = weight[:, weight.square().sum(0).argmax()]
+        self.left.copy_(functional.normalize(torch.where(start.any(), start, other), dim=0))
         self.right.copy_(functional.normalize(weight.mT @ self.left, dim=0))
 
 
@@ -117,8 +124,8 @@ class SigmaReparam(Stabilizer):
             _refuse_sharded(weight, "sigma-reparam")
             if isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear):
                 continue  # of nn.MultiheadAttention, which reads it out of its module
-            gain = torch.linalg.matrix_norm(weight.detach(), 2).item() if keeps_weights else 1.0
-            parametrize.register_parametrization(layer, "weight", UnitNorm(weight, gain))
+            norm = torch.linalg.matrix_norm(weight.detach(), 2).item() if keeps_weights else 1.0
+            parametrize.register_parametrization(layer, "weight", UnitNorm(weight, norm or 1.0))
             self.layers.append(layer)
         if not self.layers:
             raise InputError(
