@@ -533,6 +533,20 @@ def test_every_method_trains_every_model(name: str) -> None:
         assert math.isfinite(loss.item()) and loss.item() != before, method
 
 
+def test_norms_and_clips_refuse_weights_with_adapters() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    adapted: Any = get_peft_model(
+        model_of("llama"),  # type: ignore[arg-type]
+        LoraConfig(r=2, target_modules=["q_proj"]),
+    )
+    with pytest.raises(InputError, match=r"(?s)has an adapter, whose part.*merge what adapts it"):
+        QKNorm(adapted)
+    assert not any("norm" in name for name, _ in adapted.named_parameters() if "query" in name)
+    with pytest.raises(InputError, match="made of other parameters"):
+        QKClip(adapted)
+
+
 def test_an_unknown_method_lists_those_there_are() -> None:
     with pytest.raises(ConfigError, match=r"(?s)unknown method 'wish'.*none, locater"):
         stabilize(Stack(), "wish")

@@ -145,6 +145,10 @@ def test_adapters_alone_are_trained(folder: Path, blocks: Tensor) -> None:
     config = replace(TINY, methods=("none", "locater"), lora=2, seeds=1)
     found = trial(fresh(folder)(), blocks, config)
     assert all(one.loss is not None and one.loss < one.start for one in found.runs)
+    usual = TrialConfig(lora=2, learning_rates=(1e-2,), steps=3, seeds=1, batch=2)
+    assert set(usual.methods) == {"none", "locater", "sigma-reparam"} < set(TrialConfig().methods)
+    found = trial(fresh(folder)(), blocks, usual)  # its default methods train adapters
+    assert len(found.runs) == 3 and all(one.loss is not None for one in found.runs)
     with pytest.raises(InputError, match=r"(?s)qk-clip cannot be tried.*leave it out of --methods"):
         trial(fresh(folder)(), blocks, replace(config, methods=("none", "qk-clip")))
 

@@ -31,9 +31,10 @@ class TrialCommand(EngineFlags, TrialConfig):
     a checkpoint, a hub id, or demo (extra `hf`)."""
     text: Path | None = None
     """A plain text, whose last tenth is held out; the model demo brings one."""
-    methods: str = ",".join(TrialConfig.methods)  # type: ignore[assignment]
+    methods: str | None = None  # type: ignore[assignment]
     """Of none, locater, locater-covariance, sigma-reparam, qk-norm, qk-clip, soft-cap, z-loss,
-    entropy-floor, qk-rate; settings follow after colons: qk-clip:max_logit=30."""
+    entropy-floor, qk-rate; settings follow after colons: qk-clip:max_logit=30.  By default none,
+    locater, sigma-reparam and, without --lora, qk-norm and qk-clip."""
     learning_rates: str = "1e-4,3e-4,1e-3,3e-3"  # type: ignore[assignment]
     """Each is reached in a tenth of the steps and falls to 0 along a cosine."""
     store: Path = Path("out/trial")
@@ -52,9 +53,9 @@ def do_trial(arguments: Sequence[str]) -> None:
     command = parse(TrialCommand, "trial", arguments, first="model")
     check_figure(command.out)
     rates = [_number(one) for one in _listed(command.learning_rates)]
+    methods = None if command.methods is None else tuple(_listed(command.methods))
     config = TrialConfig(
-        **values(TrialConfig, command)
-        | {"methods": tuple(_listed(command.methods)), "learning_rates": tuple(rates)}
+        **values(TrialConfig, command) | {"methods": methods, "learning_rates": tuple(rates)}
     )
     model, blocks, fresh = _loaded(command, config)
     with progress("runs") as report:

@@ -179,7 +179,12 @@ class QKNorm(Stabilizer):
         attentions = find_attention(model, layers=layers)
         for attention in attentions:
             _refuse_normalized(attention, "qk-norm")
-            for _, source in _sides(attention):
+            for side, source in _sides(attention):
+                if source.adapter is not None:
+                    raise InputError(
+                        f"{side.weight} has an adapter, whose part qk-norm would not normalize.",
+                        hint="leave it out with layers=, or merge what adapts it.",
+                    )
                 if source.attribute != "weight":
                     raise InputError(
                         f"the queries and keys of {attention.layout.name} come from no layer.",

@@ -50,8 +50,9 @@ class TrialConfig:
     4
     """
 
-    methods: tuple[str, ...] = ("none", "locater", "qk-norm", "qk-clip", "sigma-reparam")
-    """Of `stabilize`; settings follow after colons: qk-clip:max_logit=30."""
+    methods: tuple[str, ...] = None  # type: ignore[assignment]
+    """Of `stabilize`; settings follow after colons: qk-clip:max_logit=30.  By default none,
+    locater, sigma-reparam and, without `lora`, qk-norm and qk-clip, which refuse adapters."""
     learning_rates: tuple[float, ...] = (1e-4, 3e-4, 1e-3, 3e-3)
     """Each is reached in a tenth of the steps and falls to 0 along a cosine."""
     steps: int = 100
@@ -70,6 +71,10 @@ class TrialConfig:
     """Train low-rank adapters of this rank (extra `hf`) in place of all weights; 0 does not."""
 
     def __post_init__(self) -> None:
+        if self.methods is None:
+            usual = ("none", "locater", "qk-norm", "qk-clip", "sigma-reparam")
+            fitting = [one for one in usual if not (self.lora and one.startswith("qk-"))]
+            object.__setattr__(self, "methods", tuple(fitting))
         for name, least in (("steps", 1), ("seeds", 1), ("tokens", 4), ("batch", 1), ("lora", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(
