@@ -153,6 +153,45 @@ def test_adapters_alone_are_trained(folder: Path, blocks: Tensor) -> None:
         trial(fresh(folder)(), blocks, replace(config, methods=("none", "qk-clip")))
 
 
+@pytest.mark.parametrize("is_fresh", [True, False])
+def test_another_model_never_gets_the_runs_of_this_one(
+    is_fresh: bool, folder: Path, blocks: Tensor, tmp_path: Path
+) -> None:
+    """Numbers of heads, kinds of activations and scales of new weights show in no module's name."""
+    config = replace(TINY, methods=("none",), learning_rates=(1e-3,), seeds=1, steps=1)
+    model = fresh(folder)()
+
+    def runs(settings: dict[str, Any]) -> Trial:
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps({**GPT2, "n_positions": 16, "n_inner": 16, **settings}))
+        make = model_from_config(path)
+        same = make()
+        same.load_state_dict(model.state_dict())
+        given = {"fresh": make} if is_fresh else {}
+        return trial(same, blocks, config, store=tmp_path / "runs", **given)
+
+    first = runs({})
+    assert runs({}) == first
+    others: list[dict[str, Any]] = [{"n_head": 4}, {"scale_attn_weights": False}]
+    others += [{"initializer_range": 0.1}] if is_fresh else []
+    for settings in others:
+        assert runs(settings).runs[0].loss != first.runs[0].loss
+    assert len([*(tmp_path / "runs").iterdir()]) == 1 + len(others)
+
+
+def test_a_model_is_left_as_it_was_and_its_length_is_the_blocks(
+    folder: Path, blocks: Tensor
+) -> None:
+    model = fresh(folder)().train()
+    model.transformer.h[0].eval()
+    before = [module.training for module in model.modules()]
+    config = replace(TINY, methods=("none",), learning_rates=(1e-3,), seeds=1, tokens=64)
+    assert trial(model, blocks, config).config.tokens == 8
+    assert [module.training for module in model.modules()] == before
+    with pytest.raises(InputError, match=r"(?s)lies on meta.*model.cpu\(\)"):
+        trial(model.to("meta"), blocks, config)
+
+
 # What is said
 
 

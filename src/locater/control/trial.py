@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from importlib.metadata import version
@@ -299,8 +299,9 @@ def trial(
     """Train copies of a model that predicts the next token; what is in `store` is not run again.
 
     `model` takes token ids and gives logits, or something that has them as `.logits`; dropout is
-    off.  `fresh` makes one with new weights, of torch's generator, for every seed; without it all
-    copies begin with the weights as they are.
+    off, the CPU trains, and the blocks say how many `tokens` they hold.  `fresh` makes one with new
+    weights, of torch's generator, for every seed; without it all copies begin with the weights as
+    they are.
 
     >>> import torch
     >>> from locater.models.loading import load_model
@@ -310,7 +311,7 @@ def trial(
     >>> trial(model, blocks, config, workers=1).runs[0].loss is not None
     True
     """
-    config = config or TrialConfig()
+    config = replace(config or TrialConfig(), tokens=blocks.shape[1])
     plan = _Plan(model, blocks, config, fresh)
     folder = None if store is None else store / f"trial-{plan.digest()}"
     with held(folder):
@@ -416,6 +417,12 @@ class _Plan:
                 f"the text holds {len(blocks)} blocks of {config.tokens} tokens.",
                 hint="give a longer text or fewer tokens: one block is held out.",
             )
+        elsewhere = {one.device for one in model.parameters()} - {torch.device("cpu")}
+        if elsewhere:
+            raise InputError(
+                f"{type(model).__name__} lies on {', '.join(map(str, elsewhere))}.",
+                hint="a trial trains its copies on the CPU: give it model.cpu().",
+            )
         self.model, self.config, self.fresh = model, config, fresh
         size = max(1, min(HELD_OUT, len(blocks) // 10))
         self.train, self.held_out = blocks[:-size], blocks[-size:]
@@ -423,13 +430,17 @@ class _Plan:
     def digest(self) -> str:
         """Depends on everything that decides the runs."""
         versions = {name: version(name) for name in ("locater", "torch")}
-        about = [asdict(self.config), versions, self.fresh is not None, str(self.model)]
+        with _drawn_from(0):
+            model = self.model if self.fresh is None else self.fresh()
+        about = [asdict(self.config), versions, self.fresh is not None, str(model)]
+        about += [_settings(vars(one)) for one in model.modules()]
+        if hasattr(model, "config"):
+            about += [_settings(model.config.to_dict())]
         digest = blake2b(json.dumps(about).encode(), digest_size=8)
         digest.update(self.train.numpy().tobytes() + self.held_out.numpy().tobytes())
-        if self.fresh is None:
-            for name, value in sorted(self.model.state_dict().items()):
-                digest.update(name.encode())
-                digest.update(value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        for name, value in sorted({**dict(model.named_buffers()), **model.state_dict()}.items()):
+            digest.update(name.encode())
+            digest.update(value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
     def copy(self, method: str, seed: int) -> tuple[nn.Module, Stabilizer]:
@@ -455,7 +466,7 @@ class _Plan:
         find_attention(self.model)
         for method in self.config.methods:
             self.copy(method, 0)[1].remove()
-        model, blocks = self.model.eval(), self.held_out[:1]
+        model, blocks = deepcopy(self.model).eval(), self.held_out[:1]
         other = blocks.clone()
         other[:, -1] = (blocks[:, -1] == 0).to(blocks.dtype)  # any other token
         with torch.no_grad():
@@ -466,6 +477,19 @@ class _Plan:
                 hint="a trial trains models that predict the next token; of BERT and its kin "
                 "set is_decoder in config.json.",
             )
+
+
+def _settings(values: dict[str, Any]) -> dict[str, Any]:
+    """The plain ones among a module's attributes or a config's entries: heads, bases, kinds."""
+    found = {}
+    for name, value in values.items():
+        if name.startswith("_") or name == "training":
+            continue
+        if isinstance(value, dict):
+            found[name] = _settings({str(key): one for key, one in value.items()})
+        elif isinstance(value, (str, int, float, list, tuple, torch.dtype, type(None))):
+            found[name] = str(value)
+    return found
 
 
 def _switch_dropout_off(model: nn.Module) -> None:
