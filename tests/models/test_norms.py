@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,9 @@ import torch
 from torch import Tensor
 
 from locater import QKForm, TokenProcess, propagation
-from locater.core.form import HeadNorm
-from locater.core.score import SampledHeads
+from locater.core.form import HeadNorm, Rotary
+from locater.core.score import HeadMoments, SampledHeads
+from locater.core.theory import attention_entropy, predicted_attention
 from locater.models.live import find_attention
 from locater.paper.lab.settings import TrainConfig
 from locater.paper.lab.train import load_trained, train
@@ -106,6 +108,96 @@ def test_rho_of_normalized_attention_follows_from_the_form(name: str) -> None:
     assert error.mean() < noise + strays**2 / 2
     assert error.max() < 4 * noise + strays**2
     assert torch.allclose(SampledHeads.of(form, tokens).logits(), logits, atol=1e-10)
+
+
+@pytest.mark.parametrize("turns", [True, False])
+@pytest.mark.parametrize("start", [0, 12])
+def test_moving_means_and_biases_are_in_every_tokens_own_norm(turns: bool, start: int) -> None:
+    """Against keys written out: token by token, each over its own root mean square."""
+    generator = torch.Generator().manual_seed(5)
+    draw = partial(torch.randn, generator=generator, dtype=torch.float64)
+    form, tokens = normed(), 7
+    bias, shift = draw(2, 2, HEAD), draw(2, HEAD)
+    assert form.query_norm is not None and form.key_norm is not None
+    rotary = Rotary.from_base(12, base=50.0) if turns else None
+    norms = [replace(form.query_norm, bias=bias[0], eps=1e-3),
+             replace(form.key_norm, bias=bias[1], shift=shift, start=start)]  # fmt: skip
+    form = replace(form, query_bias=bias[0], key_bias=bias[1] + shift, rotary=rotary,
+                   query_norm=norms[0], key_norm=norms[1])  # fmt: skip
+    steps = torch.linspace(0.5, 2, tokens, dtype=torch.float64)
+    kernel = 0.6 ** (steps[:, None] - steps).abs() * steps.sqrt() * steps.sqrt()[:, None]
+    process = TokenProcess(kernel, colored(), draw(tokens, MODEL) * steps[:, None])
+    assert process.mean is not None
+    mean, covariance = process.mean, colored()
+    places = torch.arange(1 - tokens, 1, dtype=torch.float64)
+    for head in range(2):
+        made = []
+        for norm, factor in zip(norms, (form.query, form.key), strict=True):
+            rows, own = norm.rows[head], bias[len(made), head]
+            moved = mean @ rows.T + own  # E‖W x + b‖² with its uncentred moment, by the trace
+            second = kernel.diagonal() * torch.trace(rows @ covariance @ rows.T)
+            rms = (second + moved.square().sum(1) + norm.eps * HEAD).sqrt()
+            ratio = norm.size[head] / rms[:, None, None]
+            scaled = torch.where((torch.arange(HEAD) >= norm.start)[:, None], ratio, 1.0)
+            weights = factor[head] * scaled
+            offset = own * scaled[..., 0] + (shift[head] if len(made) else 0)
+            made.append((weights, offset))
+        (query, asked), (keys, answered) = (made[0][0][-1], made[0][1][-1]), made[1]
+        phases = None if rotary is None else rotary.phases(places)
+        if rotary is not None and phases is not None:
+            keys = rotary.turn(keys.mT, phases[:, None]).mT
+            answered = rotary.turn(answered, phases)
+        # logits (A_t x_t + a_t)·(Q x_T + q): Isserlis, with everything written out
+        centre, ask = (keys @ mean[..., None])[..., 0] + answered, query @ mean[-1] + asked
+        cross = keys @ covariance @ query.T
+        first = kernel[:, -1] * torch.einsum("taa->t", cross) + centre @ ask
+        both = torch.einsum("tam,mn,sbn->tsab", keys, covariance, keys) * kernel[..., None, None]
+        own = kernel[-1, -1] * query @ covariance @ query.T
+        linked = kernel[:, -1, None, None] * cross
+        second = (
+            torch.einsum("tsab,ab->ts", both, own)
+            + torch.einsum("tab,sba->ts", linked, linked)
+            + torch.einsum("tsab,a,b->ts", both, ask, ask)
+            + centre @ own @ centre.T
+            + (mixed := torch.einsum("a,tab,sb->ts", ask, linked, centre))
+            + mixed.T
+        )
+        found = HeadMoments.of(form, process).logits()
+        centred = torch.eye(tokens, dtype=torch.float64) - 1 / tokens
+        torch.testing.assert_close(centred @ found[0][head], centred @ first / form.temperature)
+        torch.testing.assert_close(
+            centred @ found[1][head] @ centred, centred @ second @ centred / form.temperature**2
+        )
+        score = HeadMoments.of(form, process).score().logits()
+        torch.testing.assert_close(
+            score[1][head], (centred @ second @ centred).diagonal() / form.temperature**2
+        )
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize("name", ["autoregressive", "unit-walk"])
+def test_a_constant_mean_is_in_the_norms_of_drawn_sequences(name: str) -> None:
+    """Means three times as large as the spread: without them the variance is 80 times too large.
+
+    What is left out is first order in the norm's deviation, along the mean: below a factor of 2.
+    """
+    form, covariance = normed(), colored()
+    generator = torch.Generator().manual_seed(3)
+    mean = 3 * torch.randn(MODEL, generator=generator, dtype=torch.float64).expand(TOKENS, -1)
+    process = replace(TokenProcess.named(name, TOKENS, covariance=covariance), mean=mean.clone())
+    logits = true_logits(form, process.sample(COUNT, generator=generator))
+    logits = logits - logits.mean(-1, keepdim=True)
+    centred = replace(form.under(covariance), query_norm=None, key_norm=None)
+    found, blind = (
+        HeadMoments.of(one, process).score().logits()[1].mean() / logits.var(0).mean()
+        for one in (form, centred)
+    )
+    assert 1 < found < 2 and blind > 20
+    rho = propagation(form, process, method="gaussian").rho
+    assert (rho - gate(logits)).abs().mean() < 0.05
+    rows = predicted_attention(form, process, law="exact", draws=COUNT, generator=generator)
+    truth = attention_entropy(logits.softmax(-1)).mean(0)
+    assert (rows.entropy - truth).abs().max() < 0.05 * math.log(TOKENS)
 
 
 def test_the_size_of_weights_before_a_norm_changes_nothing() -> None:

@@ -71,7 +71,8 @@ class TrialConfig:
     """Train low-rank adapters of this rank (extra `hf`) in place of all weights; 0 does not."""
 
     def __post_init__(self) -> None:
-        if self.methods is None:
+        given: Any = self.methods
+        if given is None:
             usual = ("none", "locater", "qk-norm", "qk-clip", "sigma-reparam")
             fitting = [one for one in usual if not (self.lora and one.startswith("qk-"))]
             object.__setattr__(self, "methods", tuple(fitting))
@@ -434,8 +435,9 @@ class _Plan:
             model = self.model if self.fresh is None else self.fresh()
         about = [asdict(self.config), versions, self.fresh is not None, str(model)]
         about += [_settings(vars(one)) for one in model.modules()]
-        if hasattr(model, "config"):
-            about += [_settings(model.config.to_dict())]
+        config: Any = getattr(model, "config", None)
+        if hasattr(config, "to_dict"):
+            about += [_settings(config.to_dict())]
         digest = blake2b(json.dumps(about).encode(), digest_size=8)
         digest.update(self.train.numpy().tobytes() + self.held_out.numpy().tobytes())
         for name, value in sorted({**dict(model.named_buffers()), **model.state_dict()}.items()):
@@ -481,7 +483,7 @@ class _Plan:
 
 def _settings(values: dict[str, Any]) -> dict[str, Any]:
     """The plain ones among a module's attributes or a config's entries: heads, bases, kinds."""
-    found = {}
+    found: dict[str, Any] = {}
     for name, value in values.items():
         if name.startswith("_") or name == "training":
             continue

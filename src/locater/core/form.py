@@ -123,9 +123,27 @@ class HeadNorm:
         mean: Float[Tensor, " model"] | None = None,
     ) -> Float[Tensor, "*heads"]:
         """E‖y‖² for tokens of this covariance (Σ = I by default) and mean."""
+        one = self.rows.new_ones(1, dtype=torch.float64)
+        means = None if mean is None else mean[None]
+        return self.mean_squares(one, covariance, means)[..., 0]
+
+    def mean_squares(
+        self,
+        variances: Float[Tensor, " tokens"],
+        covariance: Float[Tensor, "model model"] | None = None,
+        means: Float[Tensor, "tokens model"] | None = None,
+    ) -> Float[Tensor, "*heads tokens"]:
+        """E‖y_t‖² for tokens of covariance variance_t · Σ around their means.
+
+        ‖W m + b‖² has the uncentred second moment and twice b·W m: both matter as much as tr G.
+        """
         rows = self.rows.double()
         trace = ((rows if covariance is None else rows @ covariance.to(rows)) * rows).sum((-2, -1))
-        return trace + self._mean(mean).square().sum(-1) + self.eps * self.rows.shape[-2]
+        moved = rows.new_zeros(1, 1) if means is None else means.to(rows) @ rows.mT
+        if self.bias is not None:
+            moved = moved + self.bias.double()[..., None, :]
+        own = trace[..., None] * variances.to(rows) + self.eps * self.rows.shape[-2]
+        return own + moved.square().sum(-1)
 
     def deviation(
         self,
@@ -435,9 +453,14 @@ class QKForm(Shown):
         >>> form.under(4 * torch.eye(3)).trace()
         tensor([1.])
         """
+        norms = self._norms().items()
+        return self.sized({name: norm.mean_square(covariance, mean).sqrt() for name, norm in norms})
+
+    def sized(self, sizes: dict[str, Float[Tensor, "*heads"]]) -> QKForm:
+        """The form with the norms of these names at these sizes."""
         changes: dict[str, Any] = {}
-        for name, norm in self._norms().items():
-            size = norm.mean_square(covariance, mean).sqrt()
+        for name, size in sizes.items():
+            norm: HeadNorm = getattr(self, name)
             ratio = norm.size.double() / size
             side = name.removesuffix("_norm")
             changes |= {

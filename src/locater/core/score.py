@@ -57,6 +57,8 @@ class HeadMoments:
     """What a bias by distance adds to the logits."""
     rotary: Rotary | None
     temperature: float
+    pace: Float[Tensor, "*heads tokens phases"] | None = None
+    """How much larger a norm leaves each key's fluctuation than the last one's, by phase."""
 
     @classmethod
     def of(
@@ -79,7 +81,6 @@ class HeadMoments:
                     f"the process has {part.shape[1]} dimensions, the form has {model}.",
                     hint=f"give {name} of the form's model dimension.",
                 )
-        form = form.under(process.covariance)
         is_long = isinstance(process, LongProcess)
         if is_long and (form.rotary or form.query_norm or form.key_norm):
             raise InputError(
@@ -88,15 +89,23 @@ class HeadMoments:
                 hint=f"at most {DENSE_TOKENS:,}.",
             )
         times: Any = process if isinstance(process, LongProcess) else process.kernel
-        if form.query_norm is not None and form.key_norm is not None:
-            size = times.diagonal().clamp_min(torch.finfo(times.dtype).tiny).sqrt()
-            times = times / size / size[:, None]  # norms take out how tokens grow with time
+        norms, pace = (form.query_norm, form.key_norm), None
+        biases = [None if norm is None else norm.bias for norm in norms]
+        if all(part is None for part in (process.mean, *biases)):
+            form = form.under(process.covariance)
+            if None not in norms:
+                size = times.diagonal().clamp_min(torch.finfo(times.dtype).tiny).sqrt()
+                times = times / size / size[:, None]  # norms take out how tokens grow with time
+        elif isinstance(process, TokenProcess) and norms != (None, None):
+            form, pace = _sized(form, process)
+            spectrum = None  # that of other sizes
         if spectrum is None:
             form = form.balanced()
             query, key = form.query.double(), form.key.double()
             sigma = None if process.covariance is None else process.covariance.to(query)
             spectrum = Spectrum(query, key, form.temperature, sigma)
-        query_mean, key_mean = _means(form, process)
+        rotary = form.rotary and Rotary(form.rotary.frequencies.double(), form.rotary.layout)
+        query_mean, key_mean = _means(form, process, pace)
         return cls(
             times if is_long else times.to(spectrum.query_gram),
             spectrum.query_gram,
@@ -105,8 +114,9 @@ class HeadMoments:
             query_mean,
             key_mean,
             _shift(form, process.tokens),
-            form.rotary and Rotary(form.rotary.frequencies.double(), form.rotary.layout),
+            rotary,
             form.temperature,
+            pace,
         )
 
     @property
@@ -127,9 +137,10 @@ class HeadMoments:
 
     @property
     def phases(self) -> Tensor:
-        """How far each key is turned against the query."""
+        """How far each key is turned against the query, and lengthened."""
         assert self.rotary is not None
-        return _phases(self.rotary, self.tokens)
+        turns = _phases(self.rotary, self.tokens)
+        return turns if self.pace is None else turns * self.pace
 
     def turned(
         self, matrix: Float[Tensor, "*heads head head"]
@@ -137,11 +148,12 @@ class HeadMoments:
         """R_j · matrix for every key position j; a single copy where nothing turns."""
         if self.rotary is None:
             return matrix[..., None, :, :]
-        turned = self.rotary.turn(matrix.mT[..., None, :, :], self.phases[:, None, :])
+        turned = self.rotary.turn(matrix.mT[..., None, :, :], self.phases[..., None, :])
         return turned.mT
 
     def _mapped(self, function: Callable[[Tensor], Tensor]) -> HeadMoments:
-        names = ("query_gram", "key_gram", "cross_gram", "query_mean", "key_mean", "shift")
+        names = ("query_gram", "key_gram", "cross_gram", "query_mean", "key_mean", "shift",
+                 "pace")  # fmt: skip
         return mapped(self, names, lambda _, part: function(part))
 
     def flat(self) -> HeadMoments:
@@ -228,8 +240,8 @@ class HeadMoments:
         phases, kernel = self.phases, self.kernel
         key = self.turned(self.key_gram)
         # Σ_k Cov(k_j, k_k)/T: the right-hand rotations add up to one complex factor per pair
-        summed = self.rotary.turn(key, (kernel.to(phases) @ phases / tokens)[:, None, :])
-        own = self.rotary.turn(key, phases[:, None, :]) * kernel.diagonal()[:, None, None]
+        summed = self.rotary.turn(key, (kernel.to(phases) @ phases / tokens)[..., None, :])
+        own = self.rotary.turn(key, phases[..., None, :]) * kernel.diagonal()[:, None, None]
         spread = own - summed - summed.mT + summed.mean(-3, keepdim=True)
         crossed = _centered(kernel[:, -1, None, None] * self.turned(self.cross_gram), -3)
         one = torch.ones(tokens, dtype=kernel.dtype, device=kernel.device)
@@ -324,7 +336,8 @@ class LogitDraws:
                 count = min(some, len(self.noise) - start)
                 noise = _normal((count, moments.tokens, size), generator)
                 keys, query = (kernel @ noise @ root[head].mT).tensor_split(2, -1)
-                keys, query = moments.rotary.turn(keys, moments.phases), query[:, -1]
+                phases = moments.phases if moments.pace is None else moments.phases[head]
+                keys, query = moments.rotary.turn(keys, phases), query[:, -1]
                 keys = keys if moments.key_mean is None else keys + moments.key_mean[head]
                 query = query if moments.query_mean is None else query + moments.query_mean[head]
                 rows.append((keys @ query[..., None])[..., 0] / moments.temperature)
@@ -716,8 +729,37 @@ def normal_between(
     return torch.where(is_certain, (mean >= 0).to(mean), between)
 
 
+def _sized(form: QKForm, process: TokenProcess) -> tuple[QKForm, Tensor | None]:
+    """The form with its norms as the last token meets them, and the pace of the others' keys."""
+    own, mean = process.kernel.diagonal(), process.mean
+    sizes, pace = {}, None
+    for name in ("query_norm", "key_norm"):
+        norm = getattr(form, name)
+        if norm is not None:
+            every = norm.mean_squares(own, process.covariance, mean).clamp_min(1e-300).sqrt()
+            every = every.expand(*norm.size.shape, process.tokens)
+            sizes[name] = every[..., -1]
+    form, norm = form.sized(sizes), form.key_norm
+    if norm is None or torch.allclose(every, every[..., -1:], rtol=1e-12, atol=0):
+        return form, None
+    if form.rotary is None:  # what the norm leaves as it is (MLA) stays where it is
+        still = torch.zeros(norm.start // 2, dtype=torch.float64, device=form.key.device)
+        form = replace(form, rotary=Rotary(still))
+    assert form.rotary is not None
+    pairs, head = form.rotary.frequencies.shape[0], form.key.shape[-2]
+    if norm.start not in (0, 2 * pairs) or norm.stop not in (None, head):
+        raise InputError(
+            f"a norm of dimensions {norm.start} to {norm.stop or head} is not the whole of those "
+            f"that turn, which are the first {2 * pairs} of {head}.",
+            hint="give tokens without means, or norms of all dimensions or of those that do not.",
+        )
+    pace = (every[..., -1:] / every).expand(*form.key.shape[:-2], -1)[..., None]
+    turned = pace if norm.start == 0 else torch.ones_like(pace)
+    return form, torch.cat((turned.expand(*pace.shape[:-1], pairs), pace), -1)
+
+
 def _means(
-    form: QKForm, process: TokenProcess | LongProcess
+    form: QKForm, process: TokenProcess | LongProcess, pace: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """The mean query, and the mean keys as the query sees them; None for zeros."""
     query_mean = None if form.query_bias is None else form.query_bias.double()
@@ -728,11 +770,18 @@ def _means(
         own = form.query.double() @ mean[-1]
         query_mean = own if query_mean is None else own + query_mean
     if form.rotary is not None:  # else what a bias adds is the same for all keys
+        turns = _phases(form.rotary, process.tokens)
         if form.key_bias is not None:
             bias = form.key_bias.double()[..., None, :]
             key_mean = bias if key_mean is None else key_mean + bias
-        if key_mean is not None:
-            key_mean = form.rotary.turn(key_mean, _phases(form.rotary, process.tokens))
+        if key_mean is not None and pace is not None:
+            norm = form.key_norm
+            after = None if norm is None or norm.shift is None else norm.shift.double()
+            shift = torch.zeros_like(key_mean) if after is None else after[..., None, :]
+            key_mean = form.rotary.turn(key_mean - shift, turns * pace)
+            key_mean = key_mean + form.rotary.turn(shift, turns)
+        elif key_mean is not None:
+            key_mean = form.rotary.turn(key_mean, turns)
     placed = _placed(form, process.tokens)
     if placed is not None:
         key_mean = placed if key_mean is None else key_mean + placed
