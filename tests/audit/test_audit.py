@@ -41,9 +41,9 @@ from locater.core.process import ProcessName
 from locater.core.score import HeadMoments, LogitDraws
 from locater.errors import ConfigError, InputError, LocaterError
 from locater.files import DEMO
+from locater.models.layout import AttentionLayout
 from locater.models.live import discover, find_attention
 from locater.models.loading import load_model, read_text, text_blocks
-from locater.models.names import norms
 from locater.probe.probe import Probe
 
 TINY = (
@@ -102,10 +102,9 @@ def test_rows_are_the_statistics_of_the_dense_matrix(name: str) -> None:
     rows = iter(audit_model(model, tokens=16).rows)
     for layout in layers.layouts:
         form = layers.form(layout, layers.tensors(layout))
-        gains = layers.norms.get(layout.name)
+        gain, _ = layout.gain(layers.tensors(layout))
         raw = layout.form(layers.tensors(layout)).matrix()
-        if gains is not None:
-            gain = gains.gain(layers.tensors(layout))
+        if gain is not None:
             raw = gain[:, None] * raw * gain
             if layout.qk_norm:  # which undoes whatever length the gains give to queries and keys
                 for side in (layout.query, layout.key):
@@ -150,31 +149,35 @@ def test_rows_are_the_statistics_of_the_dense_matrix(name: str) -> None:
     assert next(rows, None) is None
 
 
+def norm_of(layout: AttentionLayout) -> str:
+    """The module of the norm before an attention."""
+    assert layout.before is not None and layout.before.gain is not None
+    return layout.before.gain.removesuffix(".weight")
+
+
 @pytest.mark.parametrize("name", NORMED)
 def test_the_norm_before_an_attention_makes_what_it_reads(name: str) -> None:
     model = live(name)
     found, _ = discover(model)
-    shapes = {k: tuple(v.shape) for k, v in model.named_parameters()}
-    config = {"model_type": model.config.model_type}
-    before = norms(shapes, config, [one.layout for one in found])
+    before = {one.layout.name: one.layout for one in found if one.layout.before is not None}
     outputs: dict[str, Tensor] = {}
     handles = [
-        model.get_submodule(norm.weight.removesuffix(".weight")).register_forward_hook(
+        model.get_submodule(norm_of(layout)).register_forward_hook(
             lambda module, inputs, output, at=at: outputs.__setitem__(at, output.detach())
         )
-        for at, norm in before.items()
+        for at, layout in before.items()
     ]
     with watched(found) as seen, torch.no_grad():
         model(**FAMILIES[name].inputs())
     for handle in handles:
         handle.remove()
     tensors = dict(model.named_parameters())
-    for at, norm in before.items():
+    for at, layout in before.items():
         read = seen[at].query_input
         assert read is not None
         assert torch.equal(outputs[at].reshape(read.shape), read)
-        shift = norm.shift(tensors)
-        unit = (read - (0 if shift is None else shift)) / norm.gain(tensors)
+        gain, shift = layout.gain(tensors)
+        unit = (read - (0 if shift is None else shift)) / gain
         # LayerNorm's and RMSNorm's epsilon, at most 1e-5 here, is added to a variance near 1
         torch.testing.assert_close(
             unit.square().mean(-1), torch.ones(unit.shape[:-1]).to(unit), rtol=0, atol=1e-3
@@ -185,8 +188,11 @@ TEXT = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "voc
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}  # fmt: skip
 VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "image_size": 8,
           "num_attention_heads": 4, "patch_size": 4}  # fmt: skip
+ALONE = ("Nemotron", "VaultGemma", "Qwen3_5Text")
 SEVERAL = {
     "Nemotron": TEXT,
+    "VaultGemma": TEXT,
+    "Qwen3_5Text": {**TEXT, "layer_types": ["full_attention"] * 2},
     "PaliGemma": {"text_config": {"model_type": "gemma", **TEXT},
                   "vision_config": {"model_type": "siglip_vision_model", **VISION}},
     "Gemma3": {"text_config": {"model_type": "gemma3_text", **TEXT},
@@ -201,28 +207,31 @@ def test_gains_are_those_of_the_norms_in_every_tower(family: str) -> None:
     config = getattr(transformers, f"{family}Config")(**SEVERAL[family])
     model = shaken(transformers.AutoModel.from_config(config))
     layers = Layers.of_model(model)
-    assert len(layers.norms) == (2 if family == "Nemotron" else 4)
+    normed = [layout for layout in layers.layouts if layout.before is not None]
+    assert len(normed) == (2 if family in ALONE else 4)  # SigLIP's pooling has none
     given = torch.randn(32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     unit = (given - given.mean()) / given.std(correction=0)
-    for layout in layers.layouts:
-        norm = layers.norms.get(layout.name)
-        if norm is None:  # SigLIP's pooling, whose place is not certain
-            continue
-        tensors = layers.tensors(layout)
-        gain, shift = layers.gain(layout, tensors)
-        assert gain is not None
-        name = norm.weight.removesuffix(".weight")
-        (own,) = (one for at, one in model.named_modules() if at.endswith(name))
+    for layout in normed:
+        gain, shift = layout.gain(layers.tensors(layout))
+        (own,) = (one for at, one in model.named_modules() if at.endswith(norm_of(layout)))
         with torch.no_grad():
             made = own(unit) - (0 if shift is None else shift)
         torch.testing.assert_close(unit * gain, made, rtol=1e-4, atol=1e-4)  # its epsilon
 
 
 def test_norms_are_found_where_their_place_is_certain() -> None:
-    known = {name: len(Layers.of_model(live(name)).norms) for name in TINY}
-    assert [name for name, count in known.items() if not count] == [
-        "opt", "t5", "bart", "whisper",
-    ]  # fmt: skip
+    known = {
+        name: any(one.layout.before for one in discover(live(name))[0]) for name in TINY
+    }  # fmt: skip
+    assert [name for name in TINY if not known[name]] == ["opt", "t5", "bart", "whisper"]
+
+
+def test_no_norm_is_known_of_a_type_that_was_not_put_to_the_test(tmp_path: Path) -> None:
+    live("llama").save_pretrained(tmp_path)
+    for model_type, known in (("nobody's", False), ("llama", True)):
+        audit = audit_checkpoint(tmp_path, tokens=8, config={"model_type": model_type})
+        assert any("no norm is known before 2" in one for one in audit.caveats) != known
+        assert any("the gains of the norm" in one for one in audit.caveats) == known
 
 
 def test_gains_can_be_left_out() -> None:

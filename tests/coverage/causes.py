@@ -46,6 +46,7 @@ CAUSES: tuple[tuple[str, str], ...] = (
     (r"not in the form|no form has", "a term that the form does not have"),
     (r"do not line up", "pooled, chunked or chosen queries and keys"),
     (r"keys are hidden", "a window that no caveat declares"),
+    (r"norm before", "the norm before the attention"),
     (r"^probe", "probe"),
     (r"^LocAteR", "LocAteR"),
     (r"^audit", "audit"),
@@ -78,7 +79,7 @@ def causes_of(record: Mapping[str, Any]) -> Iterator[str]:
             yield from causes("; ".join(site["why"]))
     said = any(site["why"] for site in sites)
     for words in record["missing"]:
-        is_measure = re.match(r"probe, \w+: (off|\d)|keys are hidden", words)
+        is_measure = re.match(r"probe, \w+: (off|\d)|keys are hidden|norm before", words)
         if is_measure or (re.match("LocAteR|audit", words) and not said):
             yield from causes(words)
 

@@ -33,6 +33,7 @@ from tests.coverage.compare import (
 from tests.coverage.diagnose import causes, described, is_normed
 from tests.coverage.doors import Report, Told
 from tests.coverage.drive import Driven, in_doubles
+from tests.coverage.gains import heard, misread
 from tests.coverage.tiny import built, model_class, resolved, size_of, tiny_config
 from tests.coverage.truth import Attention, traced
 from torch import Tensor, nn
@@ -65,6 +66,8 @@ class Site:
     caveats: list[str] = field(default_factory=list)
     mask: str = ""
     how: str = ""
+    norm: str = ""
+    """`right`, or in what the gains of the norm before it are not the model's; empty: unknown."""
     blind: list[str] = field(default_factory=list)
     """Controls that did not fail."""
 
@@ -230,6 +233,7 @@ class Check:
         self.in_file()
         self.without_norms()
         self.fused_instead()
+        self.hold_gains()
         seen: set[str] = set()
         for attention in self.driven.attentions:
             if id(attention) not in taken:
@@ -237,6 +241,17 @@ class Check:
                 if site.name not in seen:
                     self.record.sites.append(site)
                     seen.add(site.name)
+
+    def hold_gains(self) -> None:
+        """The gains of the norm before each attention, against that norm in the running model."""
+        known = {one.name: one for one in self.live.told if one.norm and self.fits[one.name]}
+        runs = heard(self.model, self.driven.drives, {one.norm for one in known.values()})
+        for site in self.record.sites:
+            if site.name in known:
+                told = known[site.name]
+                pairs = [pairing for pairing, _ in self.fits[site.name]]
+                wrong = misread(self.model, told, pairs, runs[told.norm])
+                site.norm = wrong or "right"
 
     def site(self, told: Told, report: Report) -> tuple[Site, list[tuple[Pairing, Fit]]]:
         """One attention that the library reads."""
@@ -539,6 +554,8 @@ def _missing(record: Record) -> Iterator[str]:
     for site in record.sites:
         if site.status == "right" and site.why:
             yield f"{site.name}: {'; '.join(site.why)}"
+        if site.norm not in ("", "right"):
+            yield f"norm before {site.name}: {site.norm}"
         if site.blind:
             yield f"{site.name}: this test would not see {', '.join(site.blind)}"
     hidden = [one for one in record.sites if one.mask == "other" and not _says_window(one)]
@@ -581,8 +598,9 @@ def _difference(live: Told, file: Told) -> str:
     names = ("query", "key", "query_bias", "key_bias", "distance_bias")
     if live.form.rotary is None and file.form.rotary is None and _same_products(live, file):
         names = names[-1:]  # a file may keep a head's dimensions in another order
-    for name in names:
-        mine, other = getattr(live.form, name), getattr(file.form, name)
+    sides = [(name, getattr(live.form, name), getattr(file.form, name)) for name in names]
+    sides += [("gain", live.gain, file.gain), ("shift", live.shift, file.shift)]
+    for name, mine, other in sides:
         if (mine is None) != (other is None) or (
             mine is not None and (mine.shape != other.shape or not torch.allclose(mine, other))
         ):

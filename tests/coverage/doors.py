@@ -41,6 +41,10 @@ class Told:
     """The stored rows of the queries, as they lie in the weight."""
     key_rows: Tensor
     qk_norm: bool
+    norm: str
+    """The module of the norm before it, where the gains are known."""
+    gain: Tensor | None
+    shift: Tensor | None
     caveats: tuple[str, ...]
 
     @property
@@ -98,6 +102,8 @@ class Report:
 
 def _told(layout: AttentionLayout, tensors: dict[str, Tensor]) -> Told:
     whole = {name: tensor.detach() for name, tensor in tensors.items()}
+    before = layout.before and layout.before.gain
+    gain, shift = layout.gain(whole)
     return Told(
         name=layout.name,
         family=layout.family,
@@ -107,6 +113,9 @@ def _told(layout: AttentionLayout, tensors: dict[str, Tensor]) -> Told:
         query_rows=_rows(layout.query, whole, layout.head_dim),
         key_rows=_rows(layout.key, whole, layout.head_dim),
         qk_norm=layout.qk_norm,
+        norm=before.rpartition(".")[0] if before else "",
+        gain=gain,
+        shift=shift,
         caveats=layout.caveats,
     )
 
@@ -127,9 +136,7 @@ def live(model: nn.Module) -> Report:
     told, passed = [], [Passed(one.name, one.reason) for one in skipped]
     for one in found:
         try:
-            told.append(
-                _told(one.layout, {name: one.sources[name].read() for name in one.layout.tensors})
-            )
+            told.append(_told(one.layout, {name: one.read() for name, one in one.sources.items()}))
         except LocaterError as error:
             passed.append(Passed(one.layout.name, error.message))
     return Report(told, passed)
@@ -139,11 +146,11 @@ def stored(folder: Path) -> Report:
     """What a saved checkpoint is read as."""
     try:
         with open_checkpoint(folder) as checkpoint:
-            layers = Layers.of_checkpoint(checkpoint, gains=False)
+            layers = Layers.of_checkpoint(checkpoint)
             told, passed = [], [Passed(one.name, one.reason) for one in layers.skipped]
             for layout in layers.layouts:
                 try:
-                    told.append(_told(layout, checkpoint.read(layout.tensors)))
+                    told.append(_told(layout, checkpoint.read(layout.tensors_with_norm)))
                 except LocaterError as error:
                     passed.append(Passed(layout.name, error.message))
             return Report(told, passed)

@@ -1062,6 +1062,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], str]] = {
         "",
     ),
     "deepseek_v2, no query rank": ("deepseek_v2", {"q_lora_rank": None}, ""),
+    "chameleon, swin norm": ("chameleon", {"swin_norm": True}, ""),
     "bert, decoder": ("bert", {"is_decoder": True, "add_cross_attention": True}, "BertLMHeadModel"),
     "t5, encoder": ("t5", {}, "T5EncoderModel"),
     "gpt_neox, half": (

@@ -124,8 +124,10 @@ have a known gap, {counts["skipped"]} are not read.
 Every type is shrunk to a tiny model with random weights and run; the logits of each attention's
 form, from the live model and from the file that it saves, are held against what enters the model's
 own softmax, up to a constant per row. *Verified* means: all of them agree, the audit, LocAteR and
-Probe work on it, and forms that are wrong on purpose do not fit. The gap is the largest difference
-in standard deviations of the logits. `python -m tests.coverage.sweep` makes it again (about 20
+Probe work on it, and forms that are wrong on purpose do not fit. Gains of a norm before attention
+are verified with it: they are what that norm, in the running model, does to each dimension of what
+queries and keys read; elsewhere no norm is taken to be known. The gap is the largest difference in
+standard deviations of the logits. `python -m tests.coverage.sweep` makes it again (about 20
 minutes); this page is written by its `--publish`.
 
 | model type | status | gap | what is missing |

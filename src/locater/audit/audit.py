@@ -30,7 +30,6 @@ from locater.errors import ConfigError, InputError, LocaterError, check_choice
 from locater.files import packaged
 from locater.models.layout import AttentionLayout, Skipped
 from locater.models.live import AnyPair, discover
-from locater.models.names import Norm, Shapes, norms, plain_name
 from locater.models.recipes import RECIPES, Recipe, known
 from locater.models.resolve import INPUT_CAVEAT, layouts
 from locater.probe.samples import LARGEST_GAP, AttentionSamples, logit_gap, readable, sampled
@@ -162,7 +161,6 @@ class Layers:
     """The attentions of a checkpoint or a model, read one at a time."""
 
     layouts: Sequence[AttentionLayout]
-    norms: Mapping[str, Norm]
     skipped: Sequence[Skipped]
     read: Callable[[Sequence[str]], Tensors]
     name: str
@@ -187,10 +185,10 @@ class Layers:
         if reason:
             skipped += [Skipped(name=attention.name, reason=reason) for attention in attentions]
             attentions = []
-        before = norms(checkpoint.shapes, checkpoint.config, attentions) if gains else {}
+        attentions = attentions if gains else [replace(one, before=None) for one in attentions]
         about = (checkpoint.name, checkpoint.format, tuple(checkpoint.caveats))
         types = frozenset(_model_types(checkpoint.config))
-        return cls(attentions, before, skipped, checkpoint.read, *about, types)
+        return cls(attentions, skipped, checkpoint.read, *about, types)
 
     @classmethod
     def of_model(
@@ -205,23 +203,16 @@ class Layers:
         """The attentions of a live model, on its parameters as they are now."""
         lives, skipped = discover(model, recipes=recipes, pairs=pairs)
         sources = {name: one for live in lives for name, one in live.sources.items()}
-        vectors = {
-            plain_name(name): value for name, value in model.named_parameters() if value.ndim == 1
-        }
-        shapes: Shapes = {name: tuple(value.shape) for name, value in vectors.items()}
         configs = [getattr(part, "config", None) for part in model.modules()]
         types = frozenset(str(getattr(config, "model_type", "")) for config in configs) - {""}
-        said = getattr(getattr(model, "config", None), "model_type", "")
         attentions = [live.layout for live in lives]
-        before = norms(shapes, {"model_type": said}, attentions) if gains else {}
+        attentions = attentions if gains else [replace(one, before=None) for one in attentions]
 
         def read(names: Sequence[str]) -> Tensors:
-            return {
-                name: sources[name].read() if name in sources else vectors[name] for name in names
-            }
+            return {name: sources[name].read() for name in names}
 
         about = name or type(model).__name__
-        return cls(attentions, before, skipped, read, about, model_types=types)
+        return cls(attentions, skipped, read, about, model_types=types)
 
     def status(self, layout: AttentionLayout) -> tuple[Status, str]:
         """Whether a layer's form is known to give the model's own logits, and a sentence on it."""
@@ -260,7 +251,7 @@ class Layers:
         form = layout.form(tensors, distances=distances, key_heads=key_heads)
         if form.relative is not None and (form.relative.places or distances) < distances:
             form = replace(form, relative=None)  # as its caveat says
-        gain, shift = self.gain(layout, tensors) if gains else (None, None)
+        gain, shift = layout.gain(tensors) if gains else (None, None)
         if shift is not None:
             own = form.query.detach().double() @ shift
             bias = own if form.query_bias is None else form.query_bias.detach().double() + own
@@ -274,26 +265,9 @@ class Layers:
         }
         return replace(_gained(form, gain), **normed).under(), None
 
-    def gain(
-        self, layout: AttentionLayout, tensors: Tensors
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """What the norm before an attention multiplies its tokens with, and adds to them."""
-        norm = self.norms.get(layout.name)
-        if norm is None:
-            return None, None
-        gain, shift = norm.gain(tensors), norm.shift(tensors)
-        for part in (gain, shift):
-            if part is not None and not bool(torch.isfinite(part).all()):
-                raise InputError(
-                    f"the norm before {layout.name} holds NaN or infinite values.",
-                    hint="the model has diverged or the file is damaged; try another checkpoint.",
-                )
-        return gain, shift
-
     def tensors(self, layout: AttentionLayout) -> Tensors:
         """What one attention is made of; 8-bit floats as numbers that torch can multiply."""
-        norm = self.norms.get(layout.name)
-        tensors = self.read((*layout.tensors, *(norm.tensors if norm else ())))
+        tensors = self.read(layout.tensors_with_norm)
         for side in (layout.query, layout.key):
             stored = tensors[side.weight]
             if not stored.is_floating_point() and side.scale is None:
@@ -704,8 +678,10 @@ def _head(
 
 def _caveats(settings: AuditConfig, layers: Layers) -> Iterator[str]:
     """What holds for all rows, then what holds for some layers, each said once."""
-    layouts, count = layers.layouts, len(layers.norms)
-    if layers.norms.keys() - settings.processes.keys():  # measured tokens carry their gains
+    layouts = layers.layouts
+    normed = {layout.name for layout in layouts if layout.before is not None}
+    count = len(normed)
+    if normed - settings.processes.keys():  # measured tokens carry their gains
         yield (
             f"the gains of the norm before the attention are part of W here ({count} of "
             f"{len(layouts)} layers)"
@@ -724,7 +700,7 @@ def _caveats(settings: AuditConfig, layers: Layers) -> Iterator[str]:
         caveat.partition(": the spectrum is")[0]  # the offset is named above
         for layout in layouts
         for caveat in layout.caveats
-        if caveat != INPUT_CAVEAT or layout.name not in layers.norms
+        if caveat != INPUT_CAVEAT or layout.name not in normed
     ]
     for caveat, many in Counter(said).items():
         yield caveat if many == len(layouts) else f"{caveat} ({many} of {len(layouts)} layers)"

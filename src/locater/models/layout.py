@@ -20,7 +20,8 @@ Kind = Literal["self", "cross"]
 
 @dataclass(frozen=True, kw_only=True)
 class NormSpec:
-    """A norm between a projection and what reads it: of each head, of all heads, of a latent."""
+    """A norm before an attention, or between a projection and what reads it: of each head, of all
+    heads, of a latent."""
 
     gain: str | None = None
     """The stored gains, (size,) or one row for each head; None: the norm has none."""
@@ -32,6 +33,11 @@ class NormSpec:
     over_all: bool = False
     """All heads are normalized as one vector."""
     eps: float = 1e-6
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The stored tensors."""
+        return tuple(name for name in (self.gain, self.bias) if name)
 
     def gains(self, tensors: Mapping[str, Tensor], like: Tensor) -> Tensor | None:
         """What the normalized vector is multiplied with."""
@@ -77,7 +83,7 @@ class Projection:
     @property
     def tensors(self) -> Iterator[str]:
         """The stored tensors that it is made of."""
-        norm = (self.norm.gain, self.norm.bias) if self.norm else ()
+        norm = self.norm.tensors if self.norm else ()
         yield from (
             name for name in (self.weight, self.bias, self.scale, self.dimensions, *norm) if name
         )
@@ -199,6 +205,8 @@ class AttentionLayout:
     head_dim: int
     model: int
     temperature: float
+    before: NormSpec | None = None
+    """The norm that makes what queries and keys read, where it is known."""
     rotary: RotarySpec | None = None
     key_turned: Projection | None = None
     """Key dimensions that all heads share and that alone turn (MLA); they come first in the form,
@@ -225,6 +233,26 @@ class AttentionLayout:
         names += [self.position_weight] if self.position_weight else []
         names += self.relative.tensors if self.relative else ()
         return tuple(dict.fromkeys(names))
+
+    @property
+    def tensors_with_norm(self) -> tuple[str, ...]:
+        """Those, and what the norm before the attention is made of."""
+        return (*self.tensors, *(self.before.tensors if self.before else ()))
+
+    def gain(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
+        """What the norm before the attention multiplies each dimension of its tokens with, and what
+        it adds, in float64."""
+        if self.before is None or self.before.gain is None:
+            return None, None
+        own = {name: tensors[name].detach().double() for name in self.before.tensors}
+        gain, shift = self.before.gains(own, own[self.before.gain]), own.get(self.before.bias or "")
+        for part in own.values():
+            if not bool(torch.isfinite(part).all()):
+                raise InputError(
+                    f"the norm before {self.name} holds NaN or infinite values.",
+                    hint="the model has diverged or the file is damaged; try another checkpoint.",
+                )
+        return gain, shift
 
     def form(
         self,

@@ -211,7 +211,7 @@ def discover(
     found: list[LiveAttention] = []
     seen: set[tuple[object, ...]] = set()
     for layout in layouts:
-        own = {name: sources[name] for name in layout.tensors}
+        own = {name: sources[name] for name in layout.tensors_with_norm}
         live = LiveAttention(layout, own, modules.get(layout.name))
         identity = (
             layout.query.start,

@@ -256,12 +256,21 @@ TRAITS: Mapping[str, frozenset[str]] = {
         "qwen3_5_vision qwen3_omni_moe_vision_encoder qwen3_vl_moe_vision qwen3_vl_vision "
         "qwen4_exp_vision sam3_vit_model sapiens2 step3p5_vision video_llama_3_vision vjepa2 "
         "eomt_dinov3",
-        # norms of queries and keys, and of latent vectors
+        # norms before attention, of queries and keys, and of latent vectors
+        "other input": "openai-gpt swinv2 swin2sr sam_mask_decoder sam_hq_mask_decoder "
+        "sam2_mask_decoder sam2_video sam2_video_mask_decoder sam3_tracker_mask_decoder "
+        "sam3_tracker_video sam3_tracker_video_mask_decoder edgetam_video "
+        "edgetam_video_mask_decoder sam3_detr_encoder sam3_geometry_encoder "
+        "sam3_lite_text_detr_encoder sam3_lite_text_geometry_encoder roberta-prelayernorm "
+        "mobilebert sew-d falcon_h1 git evolla cvt segformer emu3_vqgan timesformer "
+        "xclip_vision_model",
         "norm without gains": "nanochat llama4_text muse_glimmer_text muse_spark_text neomme",
         "norm where it turns": "llama4_text",
         "normalizes inputs": "blt blt_local_encoder blt_local_decoder",
-        "gain adds one": "gemma3_text t5gemma2_text t5gemma2_decoder qwen3_next qwen3_5_text "
-        "qwen3_5_moe_text minimax_m3_vl_text qwen4_exp_text step3p5",
+        "gain adds one": "gemma gemma2 gemma3_text recurrent_gemma vaultgemma nemotron "
+        "t5gemma2_text t5gemma2_decoder qwen3_next qwen3_5_text qwen3_5_moe_text "
+        "minimax_m3_vl_text qwen4_exp_text muse_glimmer_text muse_spark_text step3p5 "
+        "videoprism_text_model videoprism_vision_model",
         "centered norm": "cohere esmc stablelm locater",
         "normalized after turning": "hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl_text",
         "scaled latents": "longcat_flash dots3_note_text",

@@ -325,6 +325,7 @@ class _Site:
             kind=kind,
             part=part,
             temperature=temperature,
+            before=self.before(kind, cut.model),
             rotary=rotary,
             qk_norm=self.has_qk_norm(),
             position_bias=bias,
@@ -489,13 +490,17 @@ class _Site:
         head_dim = _divided(_matrix(self.names, name, False)[0], heads, name)
         if self.stored("k_rope_only_layernorm.weight"):
             raise _UnreadableError("its turned keys have a norm of their own, which no form has")
-        through = self.projection(self.recipe.query, stop=rank, norm=self.norm("kv_a_layernorm"))
+        through = self.projection(
+            self.recipe.query, stop=rank, norm=self.norm(join(self.attention, "kv_a_layernorm"))
+        )
         key = self.projection(
             "kv_b_proj", width=width, through=through, multiplier=self.latent_scale("kv", model)
         )
         query = self.projection(query_name)
         if query_name == "q_b_proj":
-            below = self.projection("q_a_proj", norm=self.norm("q_a_layernorm"))
+            below = self.projection(
+                "q_a_proj", norm=self.norm(join(self.attention, "q_a_layernorm"))
+            )
             query = replace(query, through=below, multiplier=self.latent_scale("q", model))
         key_turned = self.projection(self.recipe.query, start=rank, stop=rows) if turned else None
         return _Cut(query, key, heads, heads, head_dim, model, key_turned)
@@ -506,12 +511,12 @@ class _Site:
         on = self.has("scaled latents") and self.config.get(f"mla_scale_{side}_lora", True)
         return math.sqrt(model / rank) if on and rank else 1.0
 
-    def norm(self, child: str, *, size: int | None = None, rows: int = 0) -> NormSpec | None:
-        """The norm of this name below the attention."""
-        gain, bias = self.stored(f"{child}.weight"), self.stored(f"{child}.bias")
+    def norm(self, place: str, *, size: int | None = None, rows: int = 0) -> NormSpec:
+        """The norm of this name; without gains, where a size is given."""
+        gain, bias = (self.names.first([f"{place}.{leaf}"]) for leaf in ("weight", "bias"))
         if gain is None and size is None:
-            raise _UnreadableError(f"the norm of its latent vector, {child}, is not stored")
-        shape = self.names.shape(join(self.attention, child, "weight")) if gain else (size,)
+            raise _UnreadableError(f"the norm of its latent vector, {place}, is not stored")
+        shape = tuple(self.names.shapes[gain]) if gain else (size,)
         return NormSpec(
             gain=gain,
             bias=bias,
@@ -523,6 +528,19 @@ class _Site:
             eps=float(first_of(self.config, *NORM_EPS) or 1e-6),
         )
 
+    def before(self, kind: Kind, model: int) -> NormSpec | None:
+        """The norm that makes what queries and keys read, where it is known."""
+        model_type = self.config.get("model_type")
+        tested = model_type in (None, "locater") or known(model_type).status is not None
+        if kind == "cross" or not tested or self.has("other input"):
+            return None
+        if self.config.get("swin_norm"):  # Chameleon: behind the attention
+            return None
+        place = self.names.norm_before(self.attention)
+        if place is None or self.names.shape(f"{place}.weight") != (model,):
+            return None
+        return self.norm(place)
+
     def with_norms(self, layout: AttentionLayout) -> AttentionLayout:
         """The layout with the norms of its queries and keys."""
         sides: dict[str, Projection] = {}
@@ -530,7 +548,8 @@ class _Site:
             child = self.names.norm_of(self.attention, side)
             if child is None and not self.has("norm without gains"):
                 continue
-            spec = self.norm(child or "-", size=layout.head_dim, rows=count * layout.head_dim)
+            place = join(self.attention, child or "-")
+            spec = self.norm(place, size=layout.head_dim, rows=count * layout.head_dim)
             sides[side] = replace(getattr(layout, side), norm=spec)
         return replace(layout, **sides)  # type: ignore[arg-type]
 
