@@ -619,6 +619,48 @@ def test_layers_that_the_config_counts_and_the_file_lacks_are_named(tmp_path: Pa
     assert "1 could not be read" in audit.summary
 
 
+def test_a_shard_that_ends_within_a_layer_says_which_layers_it_lacks(tmp_path: Path) -> None:
+    model = built("llama")
+    model.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
+    kept = {k: v for k, v in model.state_dict().items() if "layers.1." not in k}
+    kept["layers.1.self_attn.q_proj.weight"] = model.layers[1].self_attn.q_proj.weight.detach()
+    shard = tmp_path / "model-00001-of-00002.safetensors"
+    save_file(kept, shard)
+    audit = audit_checkpoint(shard, tokens=8)
+    assert [one.name for one in audit.skipped] == ["layers.1.self_attn", "layers 2, 3"]
+    assert "shard 1 of 2 alone: layers may lie in the others" in audit.caveats
+
+
+@pytest.mark.parametrize(
+    ("names", "config", "lost"),
+    [
+        ("h.0.attn", {"n_layers": 2}, ["layer 1"]),
+        ("layers.0.self_attn", {"num_layers": 3}, ["layers 1, 2"]),
+        ("encoder.layers.0.self_attn decoder.layers.0.self_attn decoder.layers.1.self_attn",
+         {"num_hidden_layers": 1, "encoder_layers": 1, "decoder_layers": 3},
+         ["layer 2 of decoder"]),
+        ("vision_tower.layers.0.self_attn language_model.layers.1.self_attn",
+         {"vision_config": {"num_hidden_layers": 2, "num_attention_heads": 2},
+          "text_config": {"num_hidden_layers": 3, "num_attention_heads": 2}},
+         ["layers 0, 2 of text", "layer 1 of vision"]),
+        ("model.layers.0.self_attn mtp.layers.0.self_attn", {"num_hidden_layers": 1}, []),
+        ("layers.0.self_attn", {}, []),
+    ],
+)  # fmt: skip
+def test_layers_are_counted_where_a_config_says_how_many_there_are(
+    names: str, config: dict[str, Any], lost: list[str], tmp_path: Path
+) -> None:
+    weights = {
+        f"{name}.{side}_proj.weight": torch.eye(4) for name in names.split() for side in "qk"
+    }
+    save_file({k: v.clone() for k, v in weights.items()}, tmp_path / "model.safetensors")
+    audit = audit_checkpoint(tmp_path, tokens=8, config={"num_attention_heads": 2} | config)
+    assert [one.name for one in audit.skipped] == lost
+
+
 def test_a_norm_of_nan_is_skipped_and_named(tmp_path: Path) -> None:
     model = built("llama")
     with torch.no_grad():

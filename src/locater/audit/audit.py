@@ -30,8 +30,10 @@ from locater.errors import ConfigError, InputError, LocaterError, check_choice
 from locater.files import packaged
 from locater.models.layout import AttentionLayout, Skipped
 from locater.models.live import AnyPair, discover
+from locater.models.names import layer_number, part_of
+from locater.models.positions import first_of
 from locater.models.recipes import RECIPES, Recipe, known
-from locater.models.resolve import INPUT_CAVEAT, layouts
+from locater.models.resolve import INPUT_CAVEAT, layouts, own_config
 from locater.probe.samples import LARGEST_GAP, AttentionSamples, logit_gap, readable, sampled
 
 Report = Callable[[int, int], None]
@@ -61,6 +63,7 @@ _PARAMETRIZED = (
     "its weights are stored as they are before a parametrization, which acts on them; audit the "
     "live model, or save it after torch.nn.utils.parametrize.remove_parametrizations"
 )
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "depth")
 _WIDTHS = ("hidden_size", "n_embd", "d_model")
 _CHECKED = 32  # blocks on which the forms are held against the model
 _BLOCK_BYTES = 48 * 2**20
@@ -308,24 +311,45 @@ def _model_types(config: Mapping[str, Any]) -> Iterator[str]:
             yield from _model_types(part)
 
 
+@dataclass
+class _Stack:
+    """Layers that a config counts, and those of them that have queries and keys here."""
+
+    counted: int
+    part: str
+    seen: set[int] = field(default_factory=set)
+
+    def absent(self, *, is_alone: bool) -> Iterator[Skipped]:
+        """Those that have none."""
+        lost = [layer for layer in range(min(self.counted, 10_000)) if layer not in self.seen]
+        if not lost or max(self.seen) >= self.counted:
+            return
+        shown = ", ".join(map(str, lost[:8])) + (", …" if len(lost) > 8 else "")
+        name = f"layer {shown}" if len(lost) == 1 else f"layers {shown}"
+        yield Skipped(
+            name=name if is_alone else f"{name} of {self.part}",
+            reason=f"config.json counts {self.counted} layers; these have no queries and keys "
+            "here: they have no attention, share that of another, or lie in a file that was not "
+            "given",
+        )
+
+
 def _absent(
     attentions: Sequence[AttentionLayout], skipped: Sequence[Skipped], config: Mapping[str, Any]
-) -> list[Skipped]:
+) -> Iterator[Skipped]:
     """Layers that the config counts and whose queries and keys are nowhere among the tensors."""
-    counted = config.get("num_hidden_layers", config.get("n_layer"))
-    own = {attention.layer for attention in attentions if attention.kind == "self"}
-    parts = {attention.part for attention in attentions}
-    if not isinstance(counted, int) or len(parts) != 1 or skipped:
-        return []
-    lost = [layer for layer in range(min(counted, 10_000)) if layer not in own]
-    if not lost or not own or max(own) >= counted:
-        return []
-    shown = ", ".join(map(str, lost[:8])) + (", …" if len(lost) > 8 else "")
-    reason = (
-        f"config.json counts {counted} layers; these have no queries and keys here: they have no "
-        "attention, share that of another, or lie in a file that was not given"
-    )
-    return [Skipped(name=f"layer {shown}" if len(lost) == 1 else f"layers {shown}", reason=reason)]
+    stacks: dict[tuple[str, str, int], _Stack] = {}
+    places = [(one.name, one.part, one.layer) for one in attentions if one.kind == "self"]
+    seen = [(one.name, part_of(one.name), layer_number(one.name)) for one in skipped]
+    for name, part, layer in (*places, *seen):
+        own = own_config(name, config)
+        said = first_of(own, f"{part}_layers", f"num_{part}_layers")
+        counted = said or first_of(own, *_LAYERS)
+        key = (str(own.get("model_type")), part if said else "", counted)
+        if isinstance(counted, int) and layer is not None:
+            stacks.setdefault(key, _Stack(counted, part)).seen.add(layer)
+    for stack in stacks.values():
+        yield from stack.absent(is_alone=len(stacks) == 1)
 
 
 def _narrow(attentions: Sequence[AttentionLayout], config: Mapping[str, Any]) -> str | None:

@@ -371,6 +371,14 @@ def _opened(name: str, place: Place, choice: Choice, given: Mapping[str, Any]) -
         caveats = [*before, *place.caveats]  # more are known when files are open
         if not config:
             caveats.append(NO_CONFIG)
+        shard = (
+            _SHARD.fullmatch(choice.files[0].rpartition("/")[2]) if len(choice.files) == 1 else None
+        )
+        if shard and int(shard["count"]) > 1:
+            caveats.append(
+                f"shard {int(shard['number'])} of {int(shard['count'])} alone: layers may lie in "
+                "the others"
+            )
         caveats += tensors.caveats
         plain = unpacked(tensors, config, name)
         if plain is not None:
