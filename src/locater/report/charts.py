@@ -153,3 +153,12 @@ def save_chart(chart: alt.TopLevelMixin | dict[str, Any], path: Path) -> Path:
         ".json": json.dumps,
     }
     return write_file(path, writers[path.suffix](spec))
+
+
+def save_page(
+    path: Path, chart: alt.TopLevelMixin, title: str, sections: Sequence[Section], *, intro: str
+) -> Path:
+    """Write these sections as a page (.html), or the chart alone as a figure."""
+    if path.suffix != ".html":
+        return save_chart(chart, path)
+    return write_file(path, render_page(title, sections, intro=intro))

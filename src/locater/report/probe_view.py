@@ -8,7 +8,6 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from locater.files import write_file
 from locater.report.tables import Columns, markdown_table, plain_markdown
 
 Record = dict[str, Any]
@@ -104,13 +103,10 @@ def probe_map(heads: Sequence[Record], *, title: str = "") -> Any:
 
 def save_probe(data: Record, path: Path, *, title: str) -> Path:
     """Write a page (.html) with maps and tables, or the maps alone as a figure."""
-    from locater.report.charts import save_chart, specification
-    from locater.report.page import Section, render_page
+    from locater.report.charts import save_page, specification
+    from locater.report.page import Section
 
     maps = probe_map(data["heads"], title=title)
-    if path.suffix != ".html":
-        return save_chart(maps, path)
-
     alarms = "\n".join(f"- {plain_markdown(one['message'])}" for one in data["alarms"])
     sections = [
         Section(
@@ -136,4 +132,4 @@ def save_probe(data: Record, path: Path, *, title: str) -> Path:
         f"{len(data['heads'])} heads on {data['blocks']} blocks of {data['tokens']} tokens, "
         "measured on the model's own attention. `locater explain` holds them against the theory."
     )
-    return write_file(path, render_page(f"Probe: {title}", sections, intro=intro))
+    return save_page(path, maps, f"Probe: {title}", sections, intro=intro)

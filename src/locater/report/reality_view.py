@@ -8,7 +8,6 @@ from typing import Any
 
 import altair as alt
 
-from locater.files import write_file
 from locater.reality.against_theory import Reality
 from locater.reality.predictions import COLUMNS
 from locater.report.charts import (
@@ -16,12 +15,12 @@ from locater.report.charts import (
     SCALE,
     colors_of,
     rho_axis,
-    save_chart,
+    save_page,
     specification,
     theta_axis,
     told_apart,
 )
-from locater.report.page import Section, render_page
+from locater.report.page import Section
 from locater.report.tables import Columns, markdown_table, plain_markdown
 
 Record = dict[str, Any]
@@ -164,8 +163,6 @@ def entropy_chart(heads: Sequence[Record], *, title: str = "") -> Any:
 def save_reality(reality: Reality, path: Path, *, title: str) -> Path:
     """Write a page (.html) with figures and tables, or the ρ panels alone as a figure."""
     panels = profile_panels(profile_records(reality), title=f"{title}: which tokens are on")
-    if path.suffix != ".html":
-        return save_chart(panels, path)
     layers, heads = reality.layer_rows(), reality.rows()
     worst = sorted(heads, key=lambda row: -row["rho_error_full"])[:20]
     columns: Columns = {
@@ -208,7 +205,7 @@ def save_reality(reality: Reality, path: Path, *, title: str) -> Path:
     if notes:
         text = "\n".join(f"- {plain_markdown(note)}" for note in notes)
         sections.append(Section(key="notes", title="What is left out", text=text, is_folded=True))
-    return write_file(path, render_page(f"Theory against reality: {title}", sections, intro=intro))
+    return save_page(path, panels, f"Theory against reality: {title}", sections, intro=intro)
 
 
 def _predictions(layers: Sequence[Record]) -> list[str]:
@@ -277,8 +274,6 @@ def league_chart(rows: Sequence[Record], *, title: str = "") -> Any:
 def save_league(league: Record, path: Path, *, title: str) -> Path:
     """Write a page (.html) with a table that sorts itself, or the bars alone as a figure."""
     chart = league_chart(league["theories"], title=title)
-    if path.suffix != ".html":
-        return save_chart(chart, path)
     measured = "\n".join(f"- **{name}**: {words}" for name, words in league["measured"].items())
     skipped = [f"- skipped {plain_markdown(f'{n}: {why}')}" for n, why in league["skipped"].items()]
     sections = [
@@ -303,7 +298,7 @@ def save_league(league: Record, path: Path, *, title: str) -> Path:
         f"{len(league['heads'])} heads. Quantities from the first half of a text in blocks of "
         f"{league['tokens']} tokens, attention measured on {league['blocks']} other blocks."
     )
-    return write_file(path, render_page(f"Everybody's theory: {title}", sections, intro=intro))
+    return save_page(path, chart, f"Everybody's theory: {title}", sections, intro=intro)
 
 
 def change_chart(rows: Sequence[Record], *, title: str = "") -> Any:
@@ -353,8 +348,6 @@ def save_what_if(found: Record, path: Path, *, known: int) -> Path:
     """Write a page (.html) with a figure and a table that sorts, or the figure alone."""
     words = ", ".join(_changes(found["change"]))
     chart = change_chart(found["heads"], title=f"{found['model']}: {words}")
-    if path.suffix != ".html":
-        return save_chart(chart, path)
     names = {"entropy": ".2f", "sink_mass": ".3f", "own_mass": ".3f", "distance": ".1f",
              "largest": ".1f"}  # fmt: skip
     columns: Columns = {
@@ -380,4 +373,4 @@ def save_what_if(found: Record, path: Path, *, known: int) -> Path:
         f"{known} blocks for Gaussian queries and keys. Nothing was run."
     )
     intro += "".join(f" Caveat: {caveat}." for caveat in found["caveats"])
-    return write_file(path, render_page(f"What if: {found['model']}", sections, intro=intro))
+    return save_page(path, chart, f"What if: {found['model']}", sections, intro=intro)

@@ -10,9 +10,8 @@ from typing import Any
 import altair as alt
 
 from locater.control.trial import Standing, Trial, spread
-from locater.files import write_file
-from locater.report.charts import save_chart, specification, told_apart
-from locater.report.page import Section, render_page
+from locater.report.charts import save_page, specification, told_apart
+from locater.report.page import Section
 from locater.report.tables import Columns, markdown_table, plain_markdown
 
 
@@ -83,8 +82,6 @@ def trial_chart(trial: Trial, *, title: str = "") -> Any:
 def save_trial(trial: Trial, path: Path, *, title: str) -> Path:
     """Write a page (.html) with the picture, the sentence and the table, or the picture alone."""
     chart = trial_chart(trial, title=title)
-    if path.suffix != ".html":
-        return save_chart(chart, path)
     config = trial.config
     table = markdown_table(trial.standings(), columns(trial), is_plain=True)
     sections = [
@@ -106,4 +103,4 @@ def save_trial(trial: Trial, path: Path, *, title: str) -> Path:
         f"**{plain_markdown(trial.sentence())}** {len(trial.runs)} runs of {config.steps} steps, "
         f"{config.batch} blocks of {config.tokens} tokens each."
     )
-    return write_file(path, render_page(f"Trial: {title}", sections, intro=intro))
+    return save_page(path, chart, f"Trial: {title}", sections, intro=intro)
