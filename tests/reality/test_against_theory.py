@@ -230,7 +230,7 @@ def test_the_command_prints_json_a_table_and_a_page(
         (("--tokens", "2"), "cannot make"),
         (("--blocks", "10"), "blocks leave"),
         (("--estimate", "1.5"), "estimate must lie between 0 and 1, got 1.5"),
-        (("--top", "-1"), "top must be zero or more"),
+        (("--top", "-1"), "top must be at least 0"),
         (("--layers", "nothing"), "selects none"),
         (("--text", "missing.txt"), "cannot read missing.txt"),
     ],

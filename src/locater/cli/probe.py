@@ -45,10 +45,6 @@ class OnText:
     json: bool = False
     """Print everything as JSON."""
 
-    def check(self) -> None:
-        """Refuse what could only fail after the work is done."""
-        check_figure(self.out)
-
     def load(self) -> tuple[Any, Any]:
         """The model, and the text in blocks of its tokens."""
         from locater.models.loading import load_model, read_text, text_blocks
@@ -76,7 +72,7 @@ class ProbeCommand(OnText):
 def do_probe(arguments: Sequence[str]) -> None:
     """Measure, then print tables, JSON or where the page is."""
     command = parse(ProbeCommand, "probe", arguments, first="model")
-    command.check()
+    check_figure(command.out)
     import torch
 
     from locater.models.names import plain_name

@@ -34,7 +34,7 @@ class ExplainCommand(RealityConfig, OnText):
 def do_explain(arguments: Sequence[str]) -> None:
     """Predict and measure, then print a table, JSON or where the page is."""
     command = parse(ExplainCommand, "explain", arguments, first="model")
-    command.check()
+    check_figure(command.out)
     model, blocks = command.load()
     with progress("blocks, then layers") as report:
         reality = against_theory(
@@ -116,7 +116,7 @@ class TheoriesCommand(OnText):
 def do_theories(arguments: Sequence[str]) -> None:
     """Compute and measure, then print a table, JSON or where the page is."""
     command = parse(TheoriesCommand, "theories", arguments, first="model")
-    command.check()
+    check_figure(command.out)
     config = RealityConfig(
         draws=command.draws, layers=command.layers, batch=command.batch, seed=command.seed
     )
