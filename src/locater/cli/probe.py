@@ -81,8 +81,8 @@ def do_probe(arguments: Sequence[str]) -> None:
     model, blocks = command.load()
     generator = torch.Generator().manual_seed(command.seed)
     probe = Probe(model, queries=command.queries, keep=0, strict=False, generator=generator)
-    names = map(plain_name, dict(model.named_modules()))
-    _check_layers(command.layers, names, [place.name for place in probe.places.values()])
+    known = [place.name for place in probe.places.values()]
+    _check_layers(command.layers, [*known, *map(plain_name, dict(model.named_modules()))], known)
     with progress("blocks") as report:
         for done in probe.run(blocks, batch=command.batch):
             report(done, len(blocks))
