@@ -92,10 +92,6 @@ _PROJ = Recipe(family="projections", query="q_proj", key="k_proj")
 _ROTARY = replace(_PROJ, rotary="half", part="decoder")
 _FUSED = Recipe(family="fused", query="query_key_value", packing="grouped", part="decoder")
 _NAMED = Recipe(family="named", query="query", key="key")
-_BERT = ("bert", "roberta", "xlm-roberta", "camembert", "electra")
-_SEQ2SEQ = ("bart", "mbart", "marian", "pegasus", "m2m_100", "whisper")
-_CLIP = ("clip", "clip_text_model", "clip_vision_model")
-_SIGLIP = ("siglip", "siglip_text_model", "siglip_vision_model")
 _VIT = ("vit", "deit", "dinov2")
 _GGUF = Recipe(
     family="gguf", query="attn_q", key="attn_k", part="decoder", temperature=said_by_module
@@ -149,11 +145,8 @@ RECIPES: tuple[Recipe, ...] = (
     replace(_GPT2_CROSS, model_types=("gpt2",)),
     replace(_GPT2, transposed=None, model_types=("gpt2", "gpt_bigcode", "openai-gpt")),
     replace(_PROJ, model_types=("gpt_neo",), part="decoder"),
-    replace(_PROJ, model_types=("opt", *_SEQ2SEQ, *_CLIP, *_SIGLIP, "wav2vec2", "hubert")),
     replace(_PROJ, model_types=_VIT, part="vision"),
     replace(_NAMED, model_types=_VIT, part="vision"),  # as stored by earlier versions
-    replace(_NAMED, model_types=_BERT),
-    replace(_NAMED, model_types=("esm",), rotary="half if configured"),
     replace(_NAMED, model_types=("albert",), caveats=("one set of weights serves all layers",)),
     Recipe(family="q_lin", query="q_lin", key="k_lin", part="encoder", model_types=("distilbert",)),
     replace(_DEBERTA, model_types=("deberta-v2", "sew-d")),
