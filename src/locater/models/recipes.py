@@ -249,7 +249,8 @@ TRAITS: Mapping[str, frozenset[str]] = {
         "qwen3_5_vision qwen3_omni_moe_vision_encoder qwen3_vl_moe_vision qwen3_vl_vision "
         "qwen4_exp_vision sam3_vit_model sapiens2 step3p5_vision video_llama_3_vision vjepa2 "
         "eomt_dinov3",
-        # norms before attention, of queries and keys, and of latent vectors
+        # norms before attention (others read what the norm beside them makes, as it is), of
+        # queries and keys, and of latent vectors
         "other input": "openai-gpt swinv2 swin2sr sam_mask_decoder sam_hq_mask_decoder "
         "sam2_mask_decoder sam2_video sam2_video_mask_decoder sam3_tracker_mask_decoder "
         "sam3_tracker_video sam3_tracker_video_mask_decoder edgetam_video "
