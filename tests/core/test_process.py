@@ -79,6 +79,17 @@ def test_the_random_walk_has_the_closed_form_of_the_centered_kernel(tokens: int)
     torch.testing.assert_close(spread * tokens, below.square() + rest)
 
 
+@pytest.mark.parametrize("known", range(2, 9))
+def test_a_process_of_few_tokens_goes_on_too(known: int) -> None:
+    """The first tokens stay, and the next ones are as like as neighbors were."""
+    short = TokenProcess.autoregressive(known, 0.5)
+    longer = short.continued(12)
+    torch.testing.assert_close(longer.kernel[:known, :known].diagonal(), torch.ones(known).double())
+    late = longer.kernel[known:, known:]
+    torch.testing.assert_close(late.diagonal(), torch.ones(12 - known).double())
+    torch.testing.assert_close(late.diagonal(1), torch.full((11 - known,), 0.5).double())
+
+
 def test_a_truncated_process_is_the_process_of_its_first_tokens() -> None:
     mean = torch.arange(10, dtype=torch.float64).view(5, 2)
     process = TokenProcess(TokenProcess.random_walk(5).kernel, torch.eye(2).double(), mean)

@@ -278,7 +278,8 @@ class TokenProcess(Shown):
         """
         if tokens <= self.tokens:
             return self.truncate(tokens)
-        known, late = self.tokens, max(self.tokens * 3 // 4, min(first, self.tokens - 1))
+        first = min(first, self.tokens - 2)  # two others at least, for a distance between them
+        known, late = self.tokens, max(self.tokens * 3 // 4, first)
         inner = self.kernel.double()[first:, first:]
         by_lag = torch.stack([inner.diagonal(lag).mean() for lag in range(len(inner))])
         quarter = max(1, len(by_lag) // 4)
