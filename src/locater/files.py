@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
+from secrets import token_hex
 from typing import Any, TypeVar
 
 from locater.errors import LocaterError
@@ -33,17 +33,18 @@ def write_file(path: Path, data: str | bytes) -> Path:
             path.write_bytes(raw)
             return path
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        name = path.with_name(f".{path.name}.{token_hex(6)}")
+        options = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+        handle = os.open(name, options, 0o666)  # less what the umask takes
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(raw)
                 file.flush()
                 os.fsync(file.fileno())
-            Path(name).chmod(0o644)
-            Path(name).replace(path)
+            name.replace(path)
             sync_folder(path.parent)
         except BaseException:
-            Path(name).unlink(missing_ok=True)
+            name.unlink(missing_ok=True)
             raise
     except OSError as error:
         raise LocaterError(

@@ -1,4 +1,5 @@
 import json
+import os
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -61,7 +62,14 @@ def test_every_chart_says_what_it_shows() -> None:
 def test_a_failed_write_leaves_the_old_file_and_no_rubbish(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = write_file(tmp_path / "page.html", "old")
+    before = os.umask(0o077)
+    try:
+        path = write_file(tmp_path / "page.html", "old")
+        assert path.stat().st_mode & 0o777 == 0o600  # as the user wishes new files to be
+        os.umask(0o002)
+        assert write_file(path, "old").stat().st_mode & 0o777 == 0o664
+    finally:
+        os.umask(before)
 
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
