@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from tests.reality.test_against_theory import Attentive, gaussian_tokens
 from torch import Tensor
 
-from locater import QKForm
+from locater import LocaterError, QKForm
 from locater.cli import main
 from locater.core.bounds import entropy_lower_bound
 from locater.core.theory import attention_entropy
@@ -163,6 +164,24 @@ def test_the_measured_is_what_the_model_does(league: Any) -> None:
         assert head["sharpness"] == pytest.approx(
             last[:, head["head"]].amax(-1).mean().item(), abs=1e-5
         )
+
+
+def test_another_query_is_judged_and_what_explain_skips_is_skipped() -> None:
+    _, tokens = gaussian_tokens(400, 7)
+    model = Attentive(3)
+    config = RealityConfig(draws=20, batch=400, query=2)
+    found = theories(model, tokens, config, squares=20)
+    half = tokens[200:]
+    _, weights = model.self_attn(half, half, half, average_attn_weights=False)
+    entropy = attention_entropy(weights[:, :, 2].double()).mean(0)
+    for head in found.heads:
+        assert head["entropy"] == pytest.approx(entropy[head["head"]].item(), abs=1e-4)
+    with pytest.raises(LocaterError, match="query must be a token of"):
+        theories(model, tokens, replace(config, query=tokens.shape[1]), squares=20)
+    fixed = tokens.clone()
+    fixed[:, -1] = fixed[0, -1]
+    with pytest.raises(LocaterError, match="its query is the same in every block"):
+        theories(model, fixed, replace(config, query=-1), squares=20)
 
 
 def test_the_command_prints_data_and_writes_a_page(

@@ -373,20 +373,10 @@ def against_theory(
     config = config or RealityConfig()
     halves = Halves.of(model, blocks, config, other)
     tokens, skipped = blocks.shape[1], dict(halves.skipped)
-    query = config.query + (tokens if config.query < 0 else 0)
-    if not 0 <= query < tokens:
-        raise ConfigError(
-            f"query must be a token of {tokens}, got {config.query}.", hint="-1 is the last."
-        )
     layers: list[LayerReality] = []
-    for sample in halves.samples(model, query, report):
-        asked = sample if query + 1 == tokens else sample.ending_at(query)
-        reason = _unlike_the_theory(asked, query)
-        if reason:
-            skipped[sample.attention.layout.name] = reason
-        else:
-            with one_thread():
-                layers.append(layer_against_theory(asked, config))
+    for asked in halves.samples(model, config.query, skipped, report):
+        with one_thread():
+            layers.append(layer_against_theory(asked, config))
         report("layers", len(layers), len(halves.attentions))
     if not layers:
         raise LocaterError(
@@ -437,18 +427,34 @@ class Halves:
         return cls(fixed, skipped, torch.cat([blocks[:used], rest]), used, config.batch)
 
     def samples(
-        self, model: nn.Module, query: int, report: Callable[[str, int, int], None]
+        self,
+        model: nn.Module,
+        query: int,
+        skipped: dict[str, str],
+        report: Callable[[str, int, int], None],
     ) -> Iterator[AttentionSamples]:
-        """Attention after attention."""
-        return sampled(
+        """Attention after attention, as if this query were the last; and why one is skipped."""
+        tokens = self.every.shape[1]
+        place = query + (tokens if query < 0 else 0)
+        if not 0 <= place < tokens:
+            raise ConfigError(
+                f"query must be a token of {tokens}, got {query}.", hint="-1 is the last."
+            )
+        for sample in sampled(
             model,
             self.attentions,
             self.every,
             keep=self.used,
             batch=self.batch,
-            query=query,
+            query=place,
             report=lambda done, total: report("model", done, total),
-        )
+        ):
+            asked = sample if place + 1 == tokens else sample.ending_at(place)
+            reason = _unlike_the_theory(asked, place)
+            if reason:
+                skipped[sample.attention.layout.name] = reason
+            else:
+                yield asked
 
 
 def _unlike_the_theory(samples: AttentionSamples, query: int) -> str:

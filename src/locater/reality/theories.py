@@ -23,6 +23,7 @@ from locater.core.bounds import entropy_lower_bound
 from locater.core.form import QKForm
 from locater.core.theory import attention_entropy
 from locater.engines import one_thread
+from locater.errors import LocaterError
 from locater.models.live import LiveAttention
 from locater.probe.rows import Logits
 from locater.probe.samples import AttentionSamples
@@ -378,7 +379,8 @@ def theories(
 ) -> League:
     """Compute everybody's quantities on the first part of the blocks, and judge them on the rest.
 
-    Whole attention matrices are taken of `squares` blocks of either part.
+    Whole attention matrices are taken of `squares` blocks of either part; all else is what
+    `config.query` does, and what `explain` skips is skipped.
     """
     config = replace(config or RealityConfig(), exact=False)
     halves = Halves.of(model, blocks, config)
@@ -390,15 +392,17 @@ def theories(
     heads: list[dict[str, Any]] = []
     seconds: dict[str, float] = {}
     skipped = dict(halves.skipped)
-    for sample in halves.samples(model, blocks.shape[1] - 1, report):
+    for sample in halves.samples(model, config.query, skipped, report):
         name = sample.attention.layout.name
-        if not sample.sees_all:
-            skipped[name] = "its last query does not see every key"
-            continue
         parts = [recorder.mean(name, part) for part in (slice(few), slice(-few, None))]
         with one_thread(), torch.no_grad():
             heads += _judged(sample, halves.used, parts, config, seconds)
         report("layers", len(heads), len(halves.attentions))
+    if not heads:
+        raise LocaterError(
+            f"no head can be judged: {next(iter(skipped.values()), 'none was seen')}.",
+            hint="use fewer tokens, or measure alone, with `locater probe`.",
+        )
     return League(
         tokens=blocks.shape[1], blocks=len(halves.every) - halves.used, heads=heads,
         seconds=seconds, skipped=skipped,
