@@ -236,6 +236,6 @@ def _show_changes(found: WhatIf, known: Moments, top: int) -> None:
     means = found.summary
     print(
         f"{len(rows)} heads; mean entropy {means['entropy_before']:.2f} → "
-        f"{means['entropy_after']:.2f} nats. Largest logit: in one row of a thousand, above the "
-        "row's mean. Change: of entropy, ± within what nine of ten real heads were."
+        f"{means['entropy_after']:.2f} nats. Largest logit: above its row's mean, the 99.9 % "
+        "quantile of the rows drawn. Change: of entropy, ± within what nine of ten real heads were."
     )
