@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.models.families import built
 from torch import Tensor
 
 from locater import ConfigError, InputError, LocaterError, QKForm, Rotary, TokenProcess
@@ -332,6 +333,35 @@ def test_mistakes_are_explained() -> None:
                   {"tokens": 1}, {"temperature": 0.0}):  # fmt: skip
         with pytest.raises(ConfigError):
             Change(**wrong)  # type: ignore[arg-type]
+
+
+def test_changes_that_a_model_would_not_feel_are_refused(tmp_path: Path) -> None:
+    still = replace(KNOWN, layers=(replace(KNOWN.layers[0], frequencies=None),))
+    with pytest.raises(InputError, match=r"(?s)nothing turns in.*leave it out"):
+        what_if(still, Change(rope_scaling="linear:4"), draws=4)
+    normed = replace(KNOWN, layers=(replace(KNOWN.layers[0], normalized=True),))
+    back = Moments.load(normed.save(tmp_path / "normed.safetensors"))
+    with pytest.raises(InputError, match=r"(?s)scale of W_QK changes nothing.*temperature 0.5"):
+        what_if(back, Change(scale=2.0), draws=4)
+    assert what_if(back, Change(temperature=0.5), draws=4).rows
+
+
+@pytest.mark.parametrize("name", ["bloom", "qwen3"])
+def test_biases_go_on_past_the_blocks_and_norms_are_told(name: str) -> None:
+    """A bias by distance at another length is that of the model's own attention there."""
+    model = built(name).double().eval()
+    blocks = torch.randint(2, 50, (40, 8), generator=torch.Generator().manual_seed(0))
+    known = moments(model, blocks)
+    assert all(layer.normalized == (name == "qwen3") for layer in known.layers)
+    assert what_if(known, Change(tokens=20), draws=4).tokens == 20
+    if name == "bloom":
+        form, process = known.layers[0].head(1)
+        (attention,) = find_attention(model, layers=r"\.0\.")
+        wanted = attention.form(distances=20).distance_bias
+        assert wanted is not None and form.distance_bias is not None
+        torch.testing.assert_close(form.distance_bias[:20], wanted[1].double())
+        with pytest.raises(InputError, match=r"(?s)of 8,192 distances.*ask for 8,192 tokens"):
+            Change(tokens=9000).of(form, process)
 
 
 def test_nine_of_ten_real_changes_lie_within_the_bar() -> None:

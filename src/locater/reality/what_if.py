@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from locater.checkpoints.lora import LoraTensors
 from locater.checkpoints.open import open_adapter
 from locater.core.form import Layout, QKForm, Rotary
-from locater.core.process import TokenProcess
+from locater.core.process import DENSE_TOKENS, TokenProcess
 from locater.core.score import HeadMoments, LogitDraws
 from locater.core.theory import attention_entropy
 from locater.engines import one_thread
@@ -68,6 +68,8 @@ class LayerMoments:
     base: float = 10_000.0
     """Of the rotary frequencies."""
     distance_bias: Float[Tensor, "heads distances"] | None = None
+    normalized: bool = False
+    """The model normalizes queries or keys (qk-norm): the scale of W_QK changes nothing there."""
 
     @classmethod
     def of(
@@ -78,6 +80,7 @@ class LayerMoments:
         name: str = "",
         layer: int = 0,
         base: float = 10_000.0,
+        normalized: bool = False,
     ) -> LayerMoments:
         """Project the tokens, normalize where the model does, and take moments head by head."""
         form, inputs = form.to(torch.float64), inputs.double()
@@ -106,6 +109,7 @@ class LayerMoments:
             layout="half" if form.rotary is None else form.rotary.layout,
             base=base,
             distance_bias=form.distance_bias,
+            normalized=normalized,
         )
 
     def __len__(self) -> int:
@@ -163,7 +167,7 @@ class Moments:
                 for part in _PARTS
                 if getattr(layer, part) is not None
             }
-            about = ("name", "layer", "temperature", "layout", "base")
+            about = ("name", "layer", "temperature", "layout", "base", "normalized")
             head[group] = json.dumps([{key: getattr(one, key) for key in about} for one in layers])
         return write_file(path, save(tensors, metadata=head))
 
@@ -250,6 +254,7 @@ def moments(
     go through the W_Q and W_K that it would make, for `Change(adapter=…)`; it is not run itself.
     """
     found = _readable(model, layers)
+    distances = max(blocks.shape[1], DENSE_TOKENS)  # of ALiBi and T5, for longer texts too
     if len(blocks) < 8:
         raise InputError(f"{len(blocks)} blocks are too few.", hint="give hundreds.")
     with ExitStack() as stack:
@@ -261,10 +266,10 @@ def moments(
         made: list[LayerMoments] = []
         adapted: list[LayerMoments] = []
         for sample in sampled(model, found, blocks, keep=len(blocks), batch=batch):
-            made.append(_moments(sample, sample.attention.form(distances=blocks.shape[1])))
+            made.append(_moments(sample, sample.attention.form(distances=distances)))
             layout = sample.attention.layout
             if lora is not None and lora.changed.intersection(layout.tensors):
-                form = layout.form(lora.read(layout.tensors), distances=blocks.shape[1])
+                form = layout.form(lora.read(layout.tensors), distances=distances)
                 adapted.append(_moments(sample, form))
             report(len(made), len(found))
     said = getattr(getattr(model, "config", None), "max_position_embeddings", None)
@@ -306,6 +311,7 @@ def _moments(sample: AttentionSamples, form: QKForm) -> LayerMoments:
             name=layout.name,
             layer=layout.layer,
             base=layout.rotary.base if layout.rotary else 10_000.0,
+            normalized=layout.qk_norm and not layout.is_latent,
         )
 
 
@@ -391,6 +397,14 @@ class Change:
             rotary, magnitude = self._rotary(form.rotary, base, context)
             form, temperature = replace(form, rotary=rotary), temperature / magnitude**2
         if self.tokens is not None and self.tokens != process.tokens:
+            biases = form.distance_bias
+            if biases is not None and biases.shape[-1] < self.tokens:
+                raise InputError(
+                    f"these moments know the bias of {biases.shape[-1]:,} distances, not of "
+                    f"{self.tokens:,}.",
+                    hint=f"ask for {biases.shape[-1]:,} tokens at most, or take them again: "
+                    f"`locater moments` writes {DENSE_TOKENS:,}.",
+                )
             process = process.continued(self.tokens)
         return replace(form, temperature=temperature), process
 
@@ -517,6 +531,18 @@ def what_if(
             f"not tell what the adapter {change.adapter} would make of the tokens.",
             hint="take them with it: `locater moments MODEL --text FILE --adapter ADAPTER`, "
             "moments(…, adapter=…), or give model and text to `locater what-if`.",
+        )
+    if change.rope_scaling and all(layer.frequencies is None for layer in known.layers):
+        raise InputError(
+            f"nothing turns in {known.model}: rope_scaling {change.rope_scaling} changes nothing.",
+            hint="it is for models with rotary positions; leave it out.",
+        )
+    normed = [layer.name for layer in known.layers if layer.normalized]
+    if change.scale != 1 and normed:
+        raise InputError(
+            f"{normed[0]} normalizes its queries and keys: the scale of W_QK changes nothing.",
+            hint=f"for logits times {change.scale:g} ask for temperature "
+            f"{1 / change.scale if change.scale else math.inf:g}.",
         )
     twins = {layer.name: layer for layer in known.adapted if change.adapter}
     rows: list[dict[str, Any]] = []
