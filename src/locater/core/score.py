@@ -269,6 +269,8 @@ class LogitDraws:
 
     noise: Float[Tensor, "draws tokens"]
     """Of the keys, given the last token."""
+    variances: Float[Tensor, " tokens"]
+    """Of the process' tokens; of a form whose norms take these out the noise is scaled too."""
 
     @classmethod
     def of(
@@ -277,12 +279,13 @@ class LogitDraws:
         """Draw what does not depend on the heads."""
         if isinstance(process, LongProcess):
             paths = process.paths(_normal((draws, process.tokens), generator))
-            return cls(paths - paths[:, -1:] * process.last / process.last[-1])
+            noise = paths - paths[:, -1:] * process.last / process.last[-1]
+            return cls(noise, process.diagonal())
         kernel = process.kernel.to(generator.device, torch.float64)
         last = kernel[:, -1]
         root = gram_root((kernel - last[:, None] * last / last[-1])[:-1, :-1], 0.0)
         normal = _normal((draws, len(root)), generator)
-        return cls(torch.nn.functional.pad(normal @ root.mT, (0, 1)))
+        return cls(torch.nn.functional.pad(normal @ root.mT, (0, 1)), kernel.diagonal())
 
     def rows(
         self, moments: HeadMoments, generator: torch.Generator, dtype: torch.dtype = torch.float64
@@ -297,7 +300,8 @@ class LogitDraws:
         spread = ((query @ moments.key_gram) * query).sum(-1).clamp_min(0).sqrt()
         spread = spread / moments.temperature
         share = (moments.last / moments.last[-1]).to(dtype)
-        noise = self.noise.to(dtype)
+        growth = (moments.times.diagonal() / self.variances.clamp_min(1e-300)).sqrt()
+        noise = (self.noise * growth).to(dtype)
         for start in range(0, len(query), some := max(1, _ROWS_AT_ONCE // noise.numel())):
             few = slice(start, start + some)
             logits = own[few, :, None].to(dtype) * share + spread[few, :, None].to(dtype) * noise
