@@ -274,7 +274,10 @@ MOVED = 1e-12
 ITEMS: dict[str, Item] = {
     **{f"audit-{name}": Item(partial(audit, name), MOVED) for name in FAMILIES},
     "audit-walk": Item(partial(audit, "bert", "--process", "random-walk", "--no-gains"), MOVED),
-    "audit-exact": Item(partial(audit, "gpt2", "--exact", "--process", "autoregressive"), MOVED),
+    # deviations are differences of float32 numbers over a spread that is small among four heads
+    "audit-exact": Item(
+        partial(audit, "gpt2", "--exact", "--process", "autoregressive"), MOVED, elsewhere=1e-5
+    ),
     "compare": Item(compare, MOVED),
     "theory-late": Item(partial(theory, "5", "0.1", "random-walk"), MOVED),
     "theory-middle": Item(partial(theory, "0", "1", "autoregressive"), MOVED),

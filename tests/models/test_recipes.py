@@ -111,6 +111,12 @@ def test_a_saved_checkpoint_holds_the_forms_of_the_live_model(name: str, tmp_pat
         assert all(key in tensors for key in layout.tensors)
         moved = {"name": "", "query": live.layout.query, "key": live.layout.key}  # names may change
         moved["position_weight"] = layout.position_weight
+        before = live.layout.before
+        if before is not None and layout.before is not None:
+            moved["before"] = replace(before, gain=layout.before.gain, bias=layout.before.bias)
+            own = {name: live.sources[name].read() for name in live.layout.tensors_with_norm}
+            gains = zip(layout.gain(tensors), live.layout.gain(own), strict=True)
+            assert all(mine is theirs or torch.equal(mine, theirs) for mine, theirs in gains)
         assert replace(layout, **moved) == replace(live.layout, **moved)
         stored, form = layout.form(tensors, distances=8), live.form(distances=8)
         for field in ("query", "key", "query_bias", "key_bias", "distance_bias"):

@@ -185,7 +185,7 @@ def _compared(
         for row in before.rows
         if (row.name, row.head) in later and row.name in distances
     ]
-    rows.sort(key=lambda row: -row.distance)
+    rows.sort(key=lambda row: -float(f"{row.distance:.9g}"))  # equal ones stay in their order
     skipped = dict.fromkeys((*alone, *before.skipped, *after.skipped))
     return Comparison(before=before, after=after, rows=tuple(rows), skipped=tuple(skipped))
 

@@ -50,7 +50,7 @@ class TrialConfig:
     4
     """
 
-    methods: tuple[str, ...] = None  # type: ignore[assignment]
+    methods: tuple[str, ...] | None = None
     """Of `stabilize`; settings follow after colons: qk-clip:max_logit=30.  By default none,
     locater, sigma-reparam and, without `lora`, qk-norm and qk-clip, which refuse adapters."""
     learning_rates: tuple[float, ...] = (1e-4, 3e-4, 1e-3, 3e-3)
@@ -71,8 +71,7 @@ class TrialConfig:
     """Train low-rank adapters of this rank (extra `hf`) in place of all weights; 0 does not."""
 
     def __post_init__(self) -> None:
-        given: Any = self.methods
-        if given is None:
+        if self.methods is None:
             usual = ("none", "locater", "qk-norm", "qk-clip", "sigma-reparam")
             fitting = [one for one in usual if not (self.lora and one.startswith("qk-"))]
             object.__setattr__(self, "methods", tuple(fitting))
@@ -100,8 +99,14 @@ class TrialConfig:
                     f"{name} must be some, each once, got {', '.join(map(str, values)) or 'none'}.",
                     hint="two methods and three learning rates tell something already.",
                 )
-        for method in self.methods:
+        for method in self.chosen:
             parsed(method)
+
+    @property
+    def chosen(self) -> tuple[str, ...]:
+        """The methods that are tried."""
+        assert self.methods is not None  # the usual ones took its place on arrival
+        return self.methods
 
     @property
     def units(self) -> list[tuple[str, float, int]]:
@@ -109,7 +114,7 @@ class TrialConfig:
         return [
             (method, rate, seed)
             for seed in range(self.seeds)
-            for method in self.methods
+            for method in self.chosen
             for rate in self.learning_rates
         ]
 
@@ -192,7 +197,7 @@ class Trial(Shown):
     _picture = ("line", "learning_rate:Q", "loss:Q", "method:N")
 
     def _line(self) -> str:
-        return f"{len(self.runs)} runs of {len(self.config.methods)} methods"
+        return f"{len(self.runs)} runs of {len(self.config.chosen)} methods"
 
     def _table(self) -> list[dict[str, Any]]:
         return [asdict(one) for one in self.runs]
@@ -203,7 +208,7 @@ class Trial(Shown):
 
     def standings(self) -> list[Standing]:
         """One for each method, the lowest loss first."""
-        made = [self._standing(method) for method in self.config.methods]
+        made = [self._standing(method) for method in self.config.chosen]
         return sorted(made, key=lambda one: fmean(one.loss))
 
     def _standing(self, method: str) -> Standing:
@@ -466,7 +471,7 @@ class _Plan:
     def check(self) -> None:
         """Refuse what could only fail after some runs: every method, and models that look ahead."""
         find_attention(self.model)
-        for method in self.config.methods:
+        for method in self.config.chosen:
             self.copy(method, 0)[1].remove()
         model, blocks = deepcopy(self.model).eval(), self.held_out[:1]
         other = blocks.clone()

@@ -334,7 +334,7 @@ def _gradients() -> Iterator[Verdict]:
         "Eq. 3",
         "The QK-gradient of the one-layer model.",
         _judge(error < 1e-10),
-        f"equals automatic differentiation to {error:.0e} of its norm",
+        f"equals automatic differentiation to {max(error, 1e-15):.0e} of its norm",
     )
     sizes = []
     walks = torch.randn(200, 512, 4, **options).cumsum(1)

@@ -46,7 +46,7 @@ def trial_chart(trial: Trial, *, title: str = "") -> Any:
         for one in trial.runs
     ]
     base = alt.Chart(alt.Data(values=records), width=380, height=280)
-    names, rates = list(trial.config.methods), list(trial.config.learning_rates)
+    names, rates = list(trial.config.chosen), list(trial.config.learning_rates)
     log = alt.Scale(type="log", nice=False)
     panels = []
     for field, words in (
