@@ -502,7 +502,9 @@ def test_memory_is_bounded_by_the_setting_and_not_by_the_sequences(estimator: Es
     config = SimulateConfig(memory=16, estimator=estimator)
     block = _Plan(config, config.token_process()).block
     cases = ((2 * block, 16), (32 * block, 16), (32 * block, 64))
-    few, many, wide = peak_growth(estimator, *cases)
+    # pages of libraries that come back meanwhile only add to what is counted: the least of three
+    counts = [peak_growth(estimator, *cases) for _ in range(3)]
+    few, many, wide = (min(one) for one in zip(*counts, strict=True))
     numbers = config.tokens * config.model if estimator == "count" else config.tokens + config.model
     needed = 32 * block * numbers * 4 / 2**20  # the noise alone, if all of it were held at once
     assert needed > 2 * 16
