@@ -344,14 +344,14 @@ def _protocol() -> list[Sweep]:
 
     def tuned(name: str, question: str, config: TrainConfig, methods: Sequence[str] = pair,
               rates: Sequence[float] = RATES) -> Sweep:  # fmt: skip
-        return compared(name, f"{question}, each method at its own learning rate", config, methods,
+        return compared(name, f"{question}, each method at its own learning rate",
+                        replace(config, evaluations=5), methods,
                         grid={"learning_rate": rates}, seeds=2, first_seed=SELECTION)  # fmt: skip
 
     digits = base(64, 2, cpu=True, task="vision", corpus="digits", vocabulary="word",
-                  vocabulary_size=None, tokens=16, batch=64, steps=3000, evaluations=20,
-                  measure_every=200, predict_every=1000)  # fmt: skip
-    today = replace(modern(), precision="bf16", evaluations=20, measure_every=100,
-                    predict_every=1000)  # fmt: skip
+                  vocabulary_size=None, tokens=16, batch=64, steps=3000, measure_every=200,
+                  predict_every=1000)  # fmt: skip
+    today = replace(modern(), precision="bf16", measure_every=100, predict_every=1000)
     small = replace(small, measure_every=100)
     masked = replace(small, task="masked", dim=64, layers=2, steps=10_000, measure_every=400)
     return [
