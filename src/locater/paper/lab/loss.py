@@ -93,8 +93,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
 class _Work:
     """One pass over the tokens; logits lie as vocabulary × chunk, which multiplies fastest."""
 
-    best_chunk = 256
-
     def __init__(
         self,
         hidden: Tensor,
@@ -111,6 +109,11 @@ class _Work:
         self.kind = dtype or self.exact
         self.factor = self.weight.to(self.kind)
         self.buffer = hidden.new_empty(weight.shape[0] * self.chunk, dtype=self.kind)
+
+    @property
+    def best_chunk(self) -> int:
+        """How many tokens at a time are fastest."""
+        return 256
 
     @torch.no_grad()
     def run(self, hidden_grad: Tensor | None = None, weight_grad: Tensor | None = None) -> Tensor:
@@ -150,13 +153,20 @@ class _RoundedWork(_Work):
     multiplied in float32: the same arithmetic but for the order of sums.
     """
 
-    best_chunk = 512
+    slab = 2048
+    """Rows of the weight's gradient that are added up at a time: they stay in the cache."""
 
     def __init__(self, *settings: Any) -> None:
         super().__init__(*settings)
         self.short, is_fast = self.kind, is_native(self.kind, self.hidden.device.type)
         self.kind = self.short if is_fast else torch.float32
         self.factor, self.buffer = self.factor.to(self.kind), self.buffer.to(self.kind)
+        self.product = torch.empty_like(self.factor)
+
+    @property
+    def best_chunk(self) -> int:
+        """Fewer tokens where words are many, so that a chunk's logits stay near 16 MB."""
+        return 512 if len(self.weight) <= 2**14 else 256
 
     def _round(self, values: Tensor) -> Tensor:
         return values if values.dtype == self.short else values.copy_(values.to(self.short))
@@ -177,8 +187,11 @@ class _RoundedWork(_Work):
             losses[lost] = logits.logsumexp(-1) - logits.gather(1, goal[lost, None])[:, 0]
         if hidden_grad is not None and weight_grad is not None:
             hidden_grad[part] = self._round(scores @ self.factor)
+            self._round(torch.mm(scores.mT, rows, out=self.product))
             if part.start:
-                weight_grad += self._round(scores.mT @ rows)
+                slabs = weight_grad.split(self.slab), self.product.split(self.slab)
+                for total, one in zip(*slabs, strict=True):
+                    total += one
             else:
-                weight_grad.copy_(self._round(scores.mT @ rows))
+                weight_grad.copy_(self.product)
         return losses.sum()
