@@ -281,7 +281,18 @@ def protocol_part(context: Context) -> Result:
         "heart. The verdicts score each run at its best.",
         f"What else would do it:\n\n{markdown(summarize(*others))}",
     )
-    return Result(sections=(section, bands), verdicts=tuple(verdicts), finding=finding)
+    gates = _chart_section(
+        "fig7-passes",
+        "Figure 7 in the paper's own regime",
+        heat_chart(*regimes["passes-15"]),
+        "As in Fig. 7, but over 50,000 steps and a hundred passes. Following the text, attention "
+        "is uniform for 20,000 steps; then early tokens close, by the biases and not by W_QK.",
+    )
+    verdicts.append(
+        stripes_verdict(*regimes["passes-15"], "fig7-passes", note=" Looked at after the runs.")
+    )
+    sections = (section, bands, gates)
+    return Result(sections=sections, verdicts=tuple(verdicts), finding=finding)
 
 
 def audit_part(context: Context) -> Result:

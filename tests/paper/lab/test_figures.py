@@ -84,6 +84,15 @@ def test_the_heat_map_has_every_token_at_every_step() -> None:
     assert {r["step"] for r in records} == set(STEPS)
 
 
+def test_a_heat_map_has_no_gap_where_steps_are_uneven() -> None:
+    run = fake(TrainConfig(), 0)
+    for record, step in zip(run.records, (0, 125, 500), strict=True):
+        record["step"] = step
+    records = gates_chart("one", run).to_dict()["data"]["values"]
+    cells = {(record["step"], record["until"]) for record in records}
+    assert cells == {(0, 125), (125, 500), (500, 875)}
+
+
 def test_a_chart_draws_what_is_there_when_runs_are_missing() -> None:
     sweep = SWEEPS["fig6-cpu"]
     some = dict(list(runs_of(sweep).items())[:4])

@@ -73,8 +73,7 @@ def curve_verdicts(sweep: Sweep, runs: Runs, section: str) -> list[Verdict]:
     found = judged(
         [trend(sweep, runs, group, kind[2]) for kind in kinds for group in readings.values()]
     )
-    config, count = sweep.settings[0].config, len(readings)
-    size = f"[d = {config.dim}, layers: {config.layers}, {passes(runs)}untuned]"
+    count, size = len(readings), _size(sweep, runs)
     verdicts = []
     for place, (letter, claim, _, sign) in enumerate(kinds):
         some = found[count * place : count * (place + 1)]
@@ -90,17 +89,24 @@ def curve_verdicts(sweep: Sweep, runs: Runs, section: str) -> list[Verdict]:
     return verdicts
 
 
+def _size(sweep: Sweep, runs: Runs) -> str:
+    """The regime that a verdict holds for."""
+    config = sweep.settings[0].config
+    return f"[d = {config.dim}, layers: {config.layers}, {passes(runs)}untuned]"
+
+
 def passes(runs: Runs) -> str:
     """How often some runs saw their text; nothing where they do not say how long it is."""
     for run in runs.values():
         length = run.environment.get("corpus", {}).get("train")
         if isinstance(length, int) and length > 0:
             times = run.config.steps * run.config.batch * run.config.tokens / length
-            return f"{times:.2g} passes, ".replace("0.", ".", times < 1)
+            number = f"{times:.0f}" if times >= 10 else f"{times:.2g}"
+            return f"{number} passes, ".replace("0.", ".", times < 1)
     return ""
 
 
-def stripes_verdict(sweep: Sweep, runs: Runs, section: str) -> Verdict:
+def stripes_verdict(sweep: Sweep, runs: Runs, section: str, *, note: str = "") -> Verdict:
     """Whether ρ localizes with LocAteR and is uniform without it (Fig. 7)."""
     others = [setting for setting in sweep.settings if setting.kappa is not None]
     (none,) = (setting for setting in sweep.settings if setting.kappa is None)
@@ -114,7 +120,7 @@ def stripes_verdict(sweep: Sweep, runs: Runs, section: str) -> Verdict:
         claim="With LocAteR ρ shows stripes of attended tokens; without it ρ is uniform.",
         outcome=result,
         found=f"share of tokens that take part (1: all alike) without LocAteR {alone.text(3)}; "
-        f"with it, {told(found, [one.reading for one in others])}",
+        f"with it, {told(found, [one.reading for one in others])} {_size(sweep, runs)}{note}",
         section=section,
     )
 

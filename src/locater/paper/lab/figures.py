@@ -97,8 +97,9 @@ def curves_chart(sweep: Sweep, runs: Mapping[str, Run]) -> alt.VConcatChart:
     return alt.vconcat(*rows, title=title, spacing=24).resolve_scale(color="shared")
 
 
-def heat_chart(sweep: Sweep, runs: Mapping[str, Run], *, seed: int = 0) -> alt.VConcatChart:
-    """Fig. 7: which tokens are on, at each step of training, with and without LocAteR."""
+def heat_chart(sweep: Sweep, runs: Mapping[str, Run]) -> alt.VConcatChart:
+    """Fig. 7: which tokens are on, at each step of the first seed, with and without LocAteR."""
+    seed = sweep.first_seed
     found = [(s, runs.get(replace(s.config, seed=seed).digest)) for s in sweep.settings]
     panels = [
         gates_chart(setting_name(setting), run).properties(
@@ -120,10 +121,10 @@ def heat_chart(sweep: Sweep, runs: Mapping[str, Run], *, seed: int = 0) -> alt.V
 def gates_chart(label: str, run: Run) -> alt.Chart:
     """ρ of the first layer by token and step."""
     series = run.series("rho")
-    steps = [step for step, _ in series]
-    width = min((b - a for a, b in pairwise(steps) if b > a), default=1)
+    steps = sorted({step for step, _ in series})
+    until = dict(pairwise([*steps, 2 * steps[-1] - steps[-2] if len(steps) > 1 else steps[0] + 1]))
     records = [
-        {"step": step, "until": step + width, "token": token, "next": token + 1, "rho": value}
+        {"step": step, "until": until[step], "token": token, "next": token + 1, "rho": value}
         for step, layers in series
         for token, value in enumerate(layers[0], 1)
     ]
@@ -136,10 +137,12 @@ def gates_chart(label: str, run: Run) -> alt.Chart:
         )
         .mark_rect()
         .encode(
-            x=alt.X("step:Q", scale=alt.Scale(nice=False)),
-            x2="until:Q",
-            y=alt.Y("token:Q", scale=alt.Scale(nice=False, zero=False, reverse=True)),
-            y2="next:Q",
+            x=alt.X("step:Q", title="step", scale=alt.Scale(nice=False)),
+            x2=alt.X2("until:Q", title=""),
+            y=alt.Y(
+                "token:Q", title="token", scale=alt.Scale(nice=False, zero=False, reverse=True)
+            ),
+            y2=alt.Y2("next:Q", title=""),
             color=alt.Color("rho:Q", title="ρ", scale=alt.Scale(domain=[0, 1], scheme="viridis")),
             tooltip=["step:Q", "token:Q", "rho:Q"],
         )
