@@ -165,6 +165,13 @@ def test_the_time_left_follows_the_pace_of_what_is_new(
     ]
 
 
+def test_where_nothing_is_trained_no_hours_are_announced(tmp_path: Path) -> None:
+    said: list[str] = []
+    config = ReproduceConfig(out=tmp_path, only="fig8", scale="cpu", train=False, exports=False)
+    reproduce(config, report=said.append)
+    assert said[0] == "[1/1] fig8"
+
+
 @pytest.mark.slow
 def test_a_killed_reproduction_goes_on_where_it_was(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "locater.cli", "reproduce", "--only", "fig1,fig5",

@@ -159,7 +159,8 @@ class _Clock:
 
     def __init__(self, config: ReproduceConfig, report: Say) -> None:
         self.report, self.names = report, config.parts
-        self.cost = {part: PARTS[part].seconds[config.scale] for part in config.parts}
+        pace: Scale = config.scale if config.train else "quick"  # reading runs takes seconds
+        self.cost = {part: PARTS[part].seconds[pace] for part in config.parts}
         self.begun, self.part, self.spoke = 0.0, "", 0.0
         self.first: tuple[float, int] | None = None
         self.spent = self.expected = 0.0
