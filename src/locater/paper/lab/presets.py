@@ -331,8 +331,8 @@ def _protocol() -> list[Sweep]:
     three = replace(small, share=0.03, steps=10_000, measure_every=250)
     least = replace(small, share=0.006, steps=2_500, measure_every=100)
     paper = replace(small, share=0.15, steps=50_000, learning_rate=2.5e-5, measure_every=1000)
-    words = replace(paper, precision="fp32", vocabulary="word", vocabulary_size=None, share=0.25,
-                    dim=32, learning_rate=1e-4)  # fmt: skip
+    words = replace(paper, vocabulary="word", vocabulary_size=None, share=0.25, dim=32,
+                    learning_rate=1e-4)  # fmt: skip
     others = ("none", "qk-norm", "sigma-reparam", "dropout .3", "weight decay 1",
               "scale term .01", "scale term 1", "mean term 1", "mean term 100")  # fmt: skip
     pair = ("none", *PAIR)
@@ -345,14 +345,13 @@ def _protocol() -> list[Sweep]:
     def tuned(name: str, question: str, config: TrainConfig, methods: Sequence[str] = pair,
               rates: Sequence[float] = RATES) -> Sweep:  # fmt: skip
         return compared(name, f"{question}, each method at its own learning rate",
-                        replace(config, precision="fp32", evaluations=5), methods,
+                        replace(config, evaluations=5), methods,
                         grid={"learning_rate": rates}, seeds=2, first_seed=SELECTION)  # fmt: skip
 
     digits = base(64, 2, cpu=True, task="vision", corpus="digits", vocabulary="word",
                   vocabulary_size=None, tokens=16, batch=64, steps=3000, measure_every=200,
                   predict_every=1000)  # fmt: skip
-    deep = replace(three, precision="fp32")
-    today = replace(modern(), measure_every=100, predict_every=1000)
+    today = replace(modern(), precision="bf16", measure_every=100, predict_every=1000)
     small = replace(small, measure_every=100)
     masked = replace(small, task="masked", dim=64, layers=2, steps=10_000, measure_every=400)
     return [
@@ -368,9 +367,9 @@ def _protocol() -> list[Sweep]:
         tuned("task-digits", "Digits, 2 layers, d = 64", digits, rates=RATES[1:]),
         tuned("task-pre-ln", "Pre-LN, all of the text, .74 passes", replace(small, norm="pre")),
         tuned("task-modern", "Built as today, 2 layers, .74 passes", today),
-        regime("depth-3", "3 % of the text, 110 passes, 3 layers", replace(deep, layers=3),
+        regime("depth-3", "3 % of the text, 110 passes, 3 layers", replace(three, layers=3),
                pair[:2], 3),
-        regime("depth-6", "3 % of the text, 110 passes, 6 layers", replace(deep, layers=6),
+        regime("depth-6", "3 % of the text, 110 passes, 6 layers", replace(three, layers=6),
                pair[:2], 3),
         regime("words", "25 % of the text, all its words, 99 passes", words, pair, 1),
     ]  # fmt: skip
