@@ -98,6 +98,23 @@ def test_bfloat16_products_keep_the_error_of_their_factors() -> None:
 
 
 @pytest.mark.usefixtures("cpu")
+def test_bfloat16_chunks_add_up_to_all_words_and_tokens() -> None:
+    """5,000 words are added up in three parts of uneven size, 48 tokens in three chunks."""
+    hidden, weight, targets = case(48, 8, 5000, seed=4, dtype=torch.float32)
+    whole = linear_cross_entropy(hidden, weight, targets, chunk=16, dtype=torch.bfloat16)
+    parts = [
+        linear_cross_entropy(hidden[start : start + 16], weight, targets[start : start + 16],
+                             dtype=torch.bfloat16)
+        for start in (0, 16, 32)
+    ]  # fmt: skip
+    apart = torch.stack(parts).mean()
+    for mine, other in zip(
+        with_gradients(whole, hidden, weight), with_gradients(apart, hidden, weight), strict=True
+    ):
+        torch.testing.assert_close(mine, other)  # but for the order of float32 sums
+
+
+@pytest.mark.usefixtures("cpu")
 def test_bfloat16_probabilities_are_better_than_autocast() -> None:
     hidden, weight, targets = case(400, 32, 500, seed=2, dtype=torch.float32)
     with torch.no_grad():
