@@ -11,11 +11,11 @@ from locater.paper.lab.claims import (
     Runs,
     all_seeds,
     curve_verdicts,
+    gates_verdicts,
     passes,
     protocol_finding,
     protocol_table,
     protocol_verdicts,
-    stripes_verdict,
 )
 from locater.paper.lab.figures import bands_chart
 from locater.paper.lab.presets import Setting, Sweep, compared
@@ -97,19 +97,23 @@ def test_a_claim_on_training_holds_where_its_numbers_do(
 
 def test_one_seed_decides_nothing() -> None:
     sweep, runs = results(AS_CLAIMED, seeds=1, stripes="printed")
-    verdicts = [*curve_verdicts(sweep, runs, "fig8"), stripes_verdict(sweep, runs, "fig7")]
+    verdicts = [*curve_verdicts(sweep, runs, "fig8"), *gates_verdicts(sweep, runs, "fig7")]
     assert {verdict.outcome for verdict in verdicts} == {"undecided"}
     assert "one seed" in verdicts[0].found
 
 
-def test_stripes_are_fewer_tokens_with_locater_than_without() -> None:
+def test_the_halves_of_fig_7_are_judged_apart() -> None:
     few = tuple(setting for setting in SETTINGS if setting.reading != "swapped")
     for stripes, expected in (("printed", "reproduced"), ("", "differs")):
         sweep, runs = results(AS_CLAIMED, seeds=3, stripes=stripes)
-        one = replace(sweep, settings=few)
-        assert stripes_verdict(one, runs, "fig7").outcome == expected
-        both = stripes_verdict(sweep, runs, "fig7").outcome
-        assert both == ("depends on the reading" if stripes else "differs")
+        outcomes = [one.outcome for one in gates_verdicts(replace(sweep, settings=few), runs, "x")]
+        assert outcomes == [expected, "reproduced"]  # without LocAteR all tokens are on
+        both, _ = gates_verdicts(sweep, runs, "x")
+        assert both.outcome == ("depends on the reading" if stripes else "differs")
+    for run in runs.values():
+        run.records[-1]["rho"] = [STRIPES]
+    outcomes = [one.outcome for one in gates_verdicts(sweep, runs, "x")]
+    assert outcomes == ["differs", "differs"]  # with and without it alike, and not uniform
 
 
 def test_a_figure_says_how_often_its_runs_saw_the_text() -> None:
@@ -191,12 +195,21 @@ def test_undecided_is_provisional_while_another_regime_may_still_change_the_corr
     begun = (whole[0], {digest: run for digest, run in whole[1].items() if run.config.seed == 300})
     (alone, _) = protocol_verdicts({"passes-3": whole}, whole, "protocol")
     assert "undecided" not in alone.found  # equal, by less than the margin
-    noisy = regime({}, seeds=3)
-    for place, run in enumerate(noisy[1].values()):
+    ten, runs = regime({}, seeds=10)
+    for place, run in enumerate(runs.values()):
         run.records[-1]["whole_valid_loss"] += 0.1 * math.sin(place**2)
-    for others, word in (({"passes-15": begun}, "undecided so far ("), ({}, "undecided (")):
-        (first, *_) = protocol_verdicts({"passes-3": noisy} | others, whole, "protocol")
+    five = replace(ten, seeds=5)  # the second look is still to come
+    for sweep, others, word in (
+        (ten, {"passes-15": begun}, "undecided so far ("),
+        (five, {}, "undecided so far ("),
+        (ten, {}, "undecided ("),
+    ):
+        (first, *_) = protocol_verdicts({"passes-3": (sweep, runs)} | others, whole, "protocol")
         assert first.found.count(word) == 2
+    diverged = runs[replace(ten.settings[1].config, seed=300).digest]
+    diverged.records[-1] = {"step": 3, "end": "diverged"}  # it has ended: others need not wait
+    (first, *_) = protocol_verdicts({"passes-3": (ten, runs)}, whole, "protocol")
+    assert "1 with it diverged; following the captions: undecided (" in first.found
 
 
 def test_the_second_look_stands_beside_the_first() -> None:

@@ -20,7 +20,9 @@ from locater.paper.lab.summary import (
     SCALE,
     TEST,
     Comparison,
+    Finding,
     Interval,
+    baseline,
     compare,
     ended,
     judged,
@@ -28,6 +30,7 @@ from locater.paper.lab.summary import (
     percent,
     summarize,
     trend,
+    with_tests,
 )
 from locater.paper.lab.sweep import SweepFolders, confirmed
 from locater.report.tables import markdown_table
@@ -74,6 +77,10 @@ def curve_verdicts(sweep: Sweep, runs: Runs, section: str) -> list[Verdict]:
         [trend(sweep, runs, group, kind[2]) for kind in kinds for group in readings.values()]
     )
     count, size = len(readings), _size(sweep, runs)
+    strong = {setting.kappa for setting in sweep.settings if setting.kappa}
+    if len(strong) > 1:
+        ends = f"κ₂ = {min(strong):g} to {max(strong):g}"
+        size += f" From {ends}, along the straight line over ln κ₂ that fits best."
     verdicts = []
     for place, (letter, claim, _, sign) in enumerate(kinds):
         some = found[count * place : count * (place + 1)]
@@ -106,39 +113,58 @@ def passes(runs: Runs) -> str:
     return ""
 
 
-def stripes_verdict(sweep: Sweep, runs: Runs, section: str, *, note: str = "") -> Verdict:
-    """Whether ρ localizes with LocAteR and is uniform without it (Fig. 7)."""
-    others = [setting for setting in sweep.settings if setting.kappa is not None]
-    (none,) = (setting for setting in sweep.settings if setting.kappa is None)
-    found = judged([compare(sweep, runs, one, PARTICIPATION) for one in others])
-    alone = Interval.of([PARTICIPATION.value(r) for r in ended(sweep, runs, none).values()])
-    result = outcome(-1, found)
-    if result == "reproduced" and alone.mean <= 0.9:
-        result = "differs"
-    return Verdict(
-        where="Fig. 7",
-        claim="With LocAteR ρ shows stripes of attended tokens; without it ρ is uniform.",
-        outcome=result,
-        found=f"share of tokens that take part (1: all alike) without LocAteR {alone.text(3)}; "
-        f"with it, {told(found, [one.reading for one in others])} {_size(sweep, runs)}{note}",
-        section=section,
+def gates_verdicts(sweep: Sweep, runs: Runs, section: str, *, note: str = "") -> list[Verdict]:
+    """The halves of Fig. 7: with LocAteR fewer tokens take part in ρ, without it all alike."""
+    settings = {setting.reading: setting for setting in sweep.settings if setting.reading}
+    found = judged([compare(sweep, runs, one, PARTICIPATION) for one in settings.values()])
+    none = next(setting for setting in sweep.settings if not setting.reading)
+    alone = [PARTICIPATION.value(run) for run in ended(sweep, runs, none).values()]
+    evenness = with_tests(
+        Comparison(quantity=PARTICIPATION, differences=tuple(one - 1 for one in alone))
     )
+    even: dict[Finding, Outcome] = {"equivalent": "reproduced", "undecided": "undecided"}
+    share = Interval.of(alone).text(3)
+    size = f"{_size(sweep, runs)}{note}"
+    return [
+        Verdict(
+            where="Fig. 7",
+            claim="With LocAteR ρ localizes: fewer tokens take part.",
+            outcome=outcome(-1, found),
+            found=f"change of the share of tokens that take part, {told(found, list(settings))}; "
+            f"without LocAteR it is {share} {size}",
+            section=section,
+        ),
+        Verdict(
+            where="Fig. 7",
+            claim="Without LocAteR ρ is uniform: all tokens take part alike.",
+            outcome=even.get(evenness.finding, "differs"),
+            found=f"the share of tokens that take part is {share}; it would be 1 {size}",
+            section=section,
+        ),
+    ]
 
 
 def primary(regimes: Regimes) -> dict[str, list[Comparison]]:
     """Both readings against none in the protocol's regimes, Holm over all of them.
 
     Nothing is decided before all the seeds that were announced have ended; what is undecided is
-    so for good only when all comparisons are there, for the correction depends on all of them.
+    so for good only after the second look, and when all comparisons are there, for the correction
+    depends on all of them.
     """
-    flat = []
+    flat, have_ended, second = [], [], []
     for sweep, runs in regimes.values():
         for reading in PAIR:
-            one = compare(sweep, runs, _method(sweep, reading))
-            is_whole = len(one.differences) == sweep.seeds
+            setting = _method(sweep, reading)
+            pair = (setting, baseline(sweep, setting))
+            is_whole = all(one and len(ended(sweep, runs, one)) == sweep.seeds for one in pair)
+            one = compare(sweep, runs, setting)
             flat.append(one if is_whole else replace(one, p_different=math.nan, p_apart=math.nan))
-    is_final = not any(math.isnan(one.p_different) for one in flat)
-    found = [replace(one, is_final=is_final) for one in judged(flat)]
+            have_ended.append(is_whole)
+            second.append(sweep.seeds > LOOK)
+    found = [
+        replace(one, is_final=all(have_ended) and is_second)
+        for one, is_second in zip(judged(flat), second, strict=True)
+    ]
     return {
         name: found[len(PAIR) * place : len(PAIR) * (place + 1)]
         for place, name in enumerate(regimes)
@@ -220,6 +246,8 @@ def all_seeds(sweep: Sweep, runs: Runs) -> Sweep:
     return more if counts == {more.seeds} else sweep
 
 
+LOOK = 5
+"""Seeds of the first look at a main regime; the second has as many more."""
 REGIMES = {
     "passes-0.6": "0.6 %, 175 passes",
     "passes-3": "3 %, 110 passes",
@@ -241,17 +269,17 @@ def _published(name: str, results: Path) -> tuple[Sweep, Runs]:
     folders = SweepFolders(out=results, results=results)
     sweep = sweep_named(name.removesuffix("-confirmed"))
     if name != sweep.name:
-        sweep, _ = confirmed(sweep, folders.ended, seeds=5)
+        sweep, _ = confirmed(sweep, folders.ended, seeds=LOOK)
     runs = folders.ended(replace(sweep, seeds=2 * sweep.seeds))
     return all_seeds(sweep, runs) if name.removesuffix("-confirmed") in PRIMARY else sweep, runs
 
 
 def _first_look(regimes: Regimes) -> dict[str, list[Comparison]]:
     """What was said after the first five seeds, in the regimes that have ten."""
-    first = {name: (replace(sweep, seeds=min(sweep.seeds, 5)), runs)
+    first = {name: (replace(sweep, seeds=min(sweep.seeds, LOOK)), runs)
              for name, (sweep, runs) in regimes.items()}  # fmt: skip
     found = primary(first)
-    return {name: found[name] for name, (sweep, _) in regimes.items() if sweep.seeds > 5}
+    return {name: found[name] for name, (sweep, _) in regimes.items() if sweep.seeds > LOOK}
 
 
 def protocol_table(regimes: Regimes) -> str:
@@ -267,7 +295,8 @@ def protocol_table(regimes: Regimes) -> str:
             best = found[name][place]
             words = f"**{best.words}**"
             if name in before:
-                words += f" (after five seeds: {before[name][place].words})"
+                first = replace(before[name][place], is_final=True)
+                words += f" (after five seeds: {first.words})"
             rows.append(
                 {
                     "regime": REGIMES[name],
@@ -294,11 +323,12 @@ def protocol_finding(regimes: Regimes) -> str:
     """What the finished comparisons come to, with each one's number; empty while there is none."""
     found = {name: pair for name, pair in primary(regimes).items() if any(map(_is_begun, pair))}
     words = {one.finding for pair in found.values() for one in pair}
-    lead = (
-        "Whether LocAteR lowers perplexity depends on how much text there is and on the reading"
-        if len(words) > 1
-        else f"The perplexity with LocAteR is {''.join(words)}, in every regime that was run"
-    )
+    if {"lower", "higher"} <= words:
+        lead = "Whether LocAteR lowers perplexity depends on the regime and on the reading"
+    elif len(words) > 1:
+        lead = "What LocAteR does to perplexity is decided in some regimes only"
+    else:
+        lead = f"The perplexity with LocAteR is {''.join(words)}, in every regime that was run"
     told = "; ".join(
         f"{REGIMES[name]}: "
         + ", ".join(

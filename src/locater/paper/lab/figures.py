@@ -55,6 +55,7 @@ def size_note(config: TrainConfig) -> str:
         "learning_rate": f"learning rate {config.learning_rate:g} for {rate:g}",
         "vocabulary_size": size,
         "corpus": f"text: {config.corpus}",
+        "share": f"{100 * config.share:g} % of the text",
         "task": f"task: {config.task}",
         "norm": f"norm: {config.norm}",
         "tokens": f"{config.tokens} tokens for {paper.tokens}",

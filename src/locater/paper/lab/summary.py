@@ -197,7 +197,7 @@ class Comparison:
         """The finding in the protocol's words."""
         if any(self.diverged):
             return "no test: {} runs without it and {} with it diverged".format(*self.diverged)
-        is_small = abs(sum(self.differences)) < self.quantity.margin * len(self.differences)
+        is_small = self.p_apart < LEVEL
         small = 100 * math.expm1(self.quantity.margin) if self.quantity.is_log else 0.0
         margin = f"{small:.2g} %".replace("0.", ".") if small else f"{self.quantity.margin:g}"
         if self.finding == "equivalent":
@@ -338,7 +338,12 @@ def chosen(sweep: Sweep, runs: Mapping[str, Run]) -> dict[str, Setting]:
         loss = sum(map(best_loss, found)) / sweep.seeds if is_whole else math.inf
         if setting.method not in best or loss < best[setting.method][0]:
             best[setting.method] = loss, setting
-    return {method: setting for method, (_, setting) in best.items()}
+    return {
+        method: setting
+        if loss < math.inf
+        else replace(setting, label=f"{setting.label}, no choice")
+        for method, (loss, setting) in best.items()
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

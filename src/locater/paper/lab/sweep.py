@@ -19,7 +19,7 @@ import torch
 from locater.engines import Engine, run_units
 from locater.errors import ConfigError, InputError, LocaterError
 from locater.paper.lab.batches import load_material
-from locater.paper.lab.presets import CONFIRMATION, Setting, Sweep
+from locater.paper.lab.presets import CONFIRMATION, READINGS, Setting, Sweep
 from locater.paper.lab.run import DivergedError, Run, RunFolder
 from locater.paper.lab.settings import TrainConfig
 from locater.paper.lab.summary import chosen
@@ -148,7 +148,7 @@ def _widened(sweep: Sweep, best: Mapping[str, Setting]) -> Sweep | None:
         more.append(
             replace(
                 setting,
-                label=f"{where}, {method}",
+                label=f"{where}, {READINGS.get(method, method)}",
                 config=replace(setting.config, learning_rate=rate),
                 group=where,
             )
