@@ -201,6 +201,19 @@ def test_every_method_is_judged_at_its_own_rate_on_fresh_seeds() -> None:
     assert compare(fresh, runs, method).finding == "lower"
 
 
+def test_a_method_without_a_whole_point_of_the_grid_says_so() -> None:
+    sweep = compared("s", "?", TrainConfig(), ["none", "qk-norm"], grid=RATES, seeds=2,
+                     first_seed=100)  # fmt: skip
+    runs = {
+        digest: run
+        for digest, run in trained(sweep).items()
+        if run.config.stabilizer == "none" or run.config.seed == 100
+    }
+    labels = {name: one.label for name, one in chosen(sweep, runs).items()}
+    assert labels["qk-norm"].endswith("no choice")
+    assert not labels["none"].endswith("no choice")
+
+
 def test_a_grid_is_read_as_typed() -> None:
     assert grid_of(["learning_rate=5e-4,1e-3", "layers=1,2", "qk_bias=true,false"]) == {
         "learning_rate": [5e-4, 1e-3],
